@@ -84,11 +84,7 @@ class Scheme:
         return QUANTIZED[self.format].kept(shape, scale_dtype, self.group_size)
 
     def check(self, K: int, name: str) -> None:
-        """Refuse a matrix whose K columns the groups do not divide.
-
-        Raises:
-            ConfigError: the columns are no whole groups; names the sizes that fit.
-        """
+        """Refuse a matrix whose K columns the groups do not divide."""
         if self.format != "int4" or K % self.group_size == 0:
             return
         fitting = [str(size) for size in GROUP_SIZES if K % size == 0]
@@ -99,11 +95,7 @@ class Scheme:
 
 
 def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
-    """The quantisation scheme in the values of a config.json.
-
-    Raises:
-        ConfigError: the weights are quantised by another method, or in a form that is not read.
-    """
+    """The quantisation scheme in the values of a config.json."""
     found = values[QUANTIZATION]
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method != "compressed-tensors":
@@ -155,28 +147,16 @@ def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
 
 
 class QuantizedModel:
-    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`.
-
-    Args:
-        folder: folder with config.json and safetensors files.
-        scheme: scheme of config.json.
-        pieces: pieces between the model's tensors and the files'.
-        tensors: tensors of the model without quantisation, with the dtypes that they get.
-        left_out: prefixes of tensors in the files that the model lacks.
-
-    Raises:
-        ConfigError: there are no safetensors files.
-        CheckpointError: a tensor is missing, extra, of a wrong shape or type, or cut short; names it.
-    """
+    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`."""
 
     def __init__(
         self,
-        folder: Path,
-        scheme: Scheme,
-        pieces: list[Piece],
-        tensors: Mapping[str, Stored],
+        folder: Path,  # folder with config.json and safetensors files
+        scheme: Scheme,  # scheme of config.json
+        pieces: list[Piece],  # pieces between the model's tensors and the files'
+        tensors: Mapping[str, Stored],  # tensors of the model without quantisation, with the dtypes that they get
         *,
-        left_out: tuple[str, ...] = (),
+        left_out: tuple[str, ...] = (),  # prefixes of tensors in the files that the model lacks
     ) -> None:
         self.path, self.scheme, self._plain = folder, scheme, tensors
         self._files = HubFiles(folder)

@@ -32,19 +32,13 @@ Make = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Staged:
-    """Pieces of tensors that one rank writes.
+    """Pieces of tensors that one rank writes."""
 
-    Attributes:
-        plan: the pieces of tensors that this rank writes; no other rank writes them.
-        pieces: their values on the CPU; a piece on the meta device is made by `make` when it is written.
-        metadata: positions of all ranks' pieces in their tensors.
-        make: makes the pieces on the meta device.
-    """
-
-    plan: SavePlan
+    plan: SavePlan  # the pieces of tensors that this rank writes; no other rank writes them
+    # their values on the CPU; a piece on the meta device is made by `make` when it is written
     pieces: dict[MetadataIndex, Tensor]
-    metadata: Metadata
-    make: Make | None = None
+    metadata: Metadata  # positions of all ranks' pieces in their tensors
+    make: Make | None = None  # makes the pieces on the meta device
 
     @property
     def num_bytes(self) -> int:
@@ -57,9 +51,6 @@ class Stager:
 
     Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all ranks write about as many bytes.
     Plan and copies are kept until names, shapes or layout change.
-
-    Args:
-        ranks: the ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -136,11 +127,7 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
-    """Write this rank's pieces into one file, without communication; returns their places in it.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-    """
+    """Write this rank's pieces into one file, without communication; returns their places in it."""
     # no copies ahead: pieces are on the CPU, or are made one at a time
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0
@@ -180,11 +167,7 @@ class Checkpoint:
     """The tensors of a checkpoint, however many ranks saved them; a `TensorSource`. The index is read once.
 
     Args:
-        path: its folder.
         prefix: prefix of the tensors to read, removed from their names: "model." for the weights of a model.
-
-    Raises:
-        CheckpointError: the index is unreadable.
     """
 
     def __init__(self, path: Path, *, prefix: str = "") -> None:

@@ -51,12 +51,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_plain(path: Path) -> Any:
-    """The object in a pickle of an index, or of a rank's record.
-
-    Raises:
-        CheckpointError: the file is unreadable, or names other classes than an index's.
-        OSError: the file cannot be opened.
-    """
+    """The object in a pickle of an index, or of a rank's record."""
     data = path.read_bytes()
     try:
         return _Unpickler(io.BytesIO(data)).load()
@@ -67,11 +62,7 @@ def read_plain(path: Path) -> Any:
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint: file and offset of each piece of its tensors.
-
-    Raises:
-        CheckpointError: the index is unreadable, or points outside the folder.
-    """
+    """The index of a checkpoint: file and offset of each piece of its tensors."""
     path = folder / ".metadata"
     found = read_plain(path)
     places = list(found.storage_data.values()) if isinstance(found, Metadata) else [None]

@@ -65,9 +65,6 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
 
     Returns:
         Description of the first damage found, or None.
-
-    Raises:
-        CheckpointError: the manifest is of another format version.
     """
     name = NAME
     try:
@@ -94,11 +91,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Refuse a checkpoint of another format version.
-
-    Raises:
-        CheckpointError: the version is another one.
-    """
+    """Refuse a checkpoint of another format version."""
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; use the matching version"
@@ -106,11 +99,7 @@ def check_version(path: Path, version: object) -> None:
 
 
 def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
-    """Units of a file, from its entry in the manifest.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is malformed.
-    """
+    """Units of a file, from its entry in the manifest."""
     size = int(entry["size"])
     if "blocks" not in entry:
         yield _Unit(name, size, 0, size, entry["sha256"])

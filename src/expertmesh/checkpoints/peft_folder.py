@@ -51,19 +51,12 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of a folder of peft.
-
-    Attributes:
-        folder: path of the folder.
-        values: the values of adapter_config.json.
-        tensors: the factors, by name in the file.
-        metadata: metadata of the file of tensors.
-    """
+    """Contents of a folder of peft."""
 
     folder: Path
-    values: Mapping[str, Any]
-    tensors: dict[str, Tensor]
-    metadata: Mapping[str, str]
+    values: Mapping[str, Any]  # the values of adapter_config.json
+    tensors: dict[str, Tensor]  # the factors, by name in the file
+    metadata: Mapping[str, str]  # metadata of the file of tensors
 
     def rank_of(self, module: str) -> int:
         """Rank r of the adapter on a module or a module's parameter."""
@@ -83,22 +76,13 @@ class AdapterFiles:
         return next(found, usual)
 
     def target_parameters(self) -> list[str]:
-        """Parameters of experts that have adapters, by our names.
-
-        Raises:
-            ConfigError: a target is no parameter of experts.
-        """
+        """Parameters of experts that have adapters, by our names."""
         given = self.values.get("target_parameters") or []
         return [_ours(theirs) for theirs in given if not theirs.endswith("_proj.weight")]
 
 
 def read_adapter_files(folder: str | Path) -> AdapterFiles:
-    """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`.
-
-    Raises:
-        ConfigError: the folder holds no adapters, or a pipe or device stands for a file.
-        CheckpointError: their tensors are missing or unreadable.
-    """
+    """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`."""
     folder = expanded(folder)
     check_only_files(folder, what=str(folder), depth=1)
     try:
@@ -153,17 +137,11 @@ def _ours(theirs: str) -> str:
 
 
 class Factors(NamedTuple):
-    """Factors of the adapter of one of our parameters, (E, ..., K) or (..., K), with all rows in one dimension N.
+    """Factors of the adapter of one of our parameters, (E, ..., K) or (..., K), with all rows in one dimension N."""
 
-    Attributes:
-        a_erK: (e, r, K) first factors; e is E, or 1 where there are no experts.
-        b_eNr: (e, N, r) second factors.
-        scaling: s; 1 where several adapters with a scaling of their own are joined, in whose second factors it is.
-    """
-
-    a_erK: Tensor
-    b_eNr: Tensor
-    scaling: float
+    a_erK: Tensor  # (e, r, K) first factors; e is E, or 1 where there are no experts
+    b_eNr: Tensor  # (e, N, r) second factors
+    scaling: float  # s; 1 where several adapters with a scaling of their own are joined, in whose second factors it is
 
     def scaled(self) -> Tensor:
         """Second factors times s."""
@@ -176,27 +154,16 @@ def _times(b: Tensor, scaling: float) -> Tensor:
 
 
 class ModuleRows(NamedTuple):
-    """Mapping of rows of a peft module to rows of a parameter of ours.
+    """Mapping of rows of a peft module to rows of a parameter of ours."""
 
-    Attributes:
-        parameter: name of our parameter.
-        part: index of the module among the modules that are one parameter of ours.
-        expert: expert of these rows.
-        ours: rows in our parameter, counted over all dimensions but experts and columns.
-        module_rows: the same rows in the module.
-        num_rows: rows of the module, in all.
-        num_columns: columns of module and parameter.
-        num_experts: number of experts whose factors are one tensor in the file.
-    """
-
-    parameter: str
-    part: int
+    parameter: str  # name of our parameter
+    part: int  # index of the module among the modules that are one parameter of ours
     expert: int
-    ours: slice
-    module_rows: slice
+    ours: slice  # rows in our parameter, counted over all dimensions but experts and columns
+    module_rows: slice  # the same rows in the module
     num_rows: int
-    num_columns: int
-    num_experts: int = 1
+    num_columns: int  # columns of module and parameter
+    num_experts: int = 1  # number of experts whose factors are one tensor in the file
 
 
 @dataclass
@@ -243,12 +210,7 @@ def read_factors(
 
     Args:
         files: the folder.
-        config: configuration of their model.
         multiple: ranks are padded with zeros to a multiple of it.
-
-    Raises:
-        ConfigError: an option of peft makes adapters other than W + s B A, or an adapter is on a module that takes none; names it.
-        CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
     """
     folder, places, spec = files.folder, places_of(config), gpt_spec(config)
     files.target_parameters()  # refuses targets that are not experts

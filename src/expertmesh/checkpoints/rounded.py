@@ -21,17 +21,11 @@ _SCALE = "_scale"
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """Format of the matrices of a model's routed experts.
+    """Format of the matrices of a model's routed experts."""
 
-    Attributes:
-        format: name of the format in `QUANTIZED`.
-        dtype: dtype of the products, and of scales whose type the format leaves open.
-        group_size: input columns per scale, where the format leaves it open.
-    """
-
-    format: str
-    dtype: torch.dtype
-    group_size: int = 64
+    format: str  # name of the format in `QUANTIZED`
+    dtype: torch.dtype  # dtype of the products, and of scales whose type the format leaves open
+    group_size: int = 64  # input columns per scale, where the format leaves it open
 
     @property
     def text(self) -> str:
@@ -50,13 +44,6 @@ class RoundedExperts:
 
     Args:
         source: the other source, with dense experts.
-        scheme: the format.
-
-    Attributes:
-        products_dtype: dtype of the products.
-
-    Raises:
-        ConfigError: columns are no whole groups; names the tensor.
     """
 
     def __init__(self, source: TensorSource, scheme: ExpertFormat) -> None:

@@ -54,19 +54,12 @@ _ELEMENTS = 1 << 18
 
 
 class Entry(NamedTuple):
-    """Place, type and shape of a tensor in the files.
-
-    Attributes:
-        path: path of its file.
-        dtype: its type; a type that `DTYPE_NAMES` lacks by its name in the file.
-        shape: its shape.
-        begin: its first byte in the file.
-    """
+    """Place, type and shape of a tensor in the files."""
 
     path: Path
-    dtype: torch.dtype | str
+    dtype: torch.dtype | str  # its type; a type that `DTYPE_NAMES` lacks by its name in the file
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # its first byte in the file
 
     def mapped(self, at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, or a part of it, mapped from its file; not to be written to."""
@@ -87,13 +80,9 @@ class HubFiles:
     """The tensors of a folder by name.
 
     Args:
-        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds where
-            a tensor is in several files.
+        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds
+            where a tensor is in several files.
         renamed: function from the entries by their names in the files to those by the names of the model.
-
-    Raises:
-        ConfigError: the folder has neither, or both.
-        CheckpointError: a file is missing, cut short, or contradicts itself or the index.
     """
 
     def __init__(
@@ -136,9 +125,6 @@ class HubFiles:
         Args:
             name: name in the model.
             again: second name, which some programs write in addition, or alone.
-
-        Raises:
-            CheckpointError: the files have both, and their values differ.
         """
         other = self.entries.get(again)
         if other is None:
@@ -225,11 +211,7 @@ def _files_of_tensors(index: Path) -> dict[str, str]:
 
 
 def _chosen(name: str, entries: list[Entry], placed: Mapping[str, str]) -> Entry:
-    """The entry of a tensor in the file that the index names.
-
-    Raises:
-        CheckpointError: the index names another file, or none and several have the tensor.
-    """
+    """The entry of a tensor in the file that the index names."""
     of_file = {entry.path.name: entry for entry in entries}
     file = placed.get(name, entries[0].path.name)
     if file not in of_file or (len(entries) > 1 and name not in placed):
@@ -254,11 +236,7 @@ def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
-        path: path of the file.
         once: whether a name that stands twice in an object is refused.
-
-    Raises:
-        ConfigError: the file is missing, unreadable or no object.
     """
     try:
         values = parse_json(path.read_bytes(), once=once)
@@ -277,9 +255,6 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
     Args:
         files: the folder.
         shapes: shapes that the model needs, by the hub's names.
-
-    Raises:
-        CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that is not in `READABLE`; names it.
     """
     where, found = files.folder, files.entries
     check_names(where, wanted=set(shapes), found=set(found), fix="restore the files from the hub")
@@ -301,13 +276,9 @@ def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> 
     """Compare the names of all tensors with those that the model needs.
 
     Args:
-        where: the folder.
         wanted: names that the model needs.
         found: names in the files.
         fix: the fix where tensors are missing, for the message.
-
-    Raises:
-        CheckpointError: a tensor is missing or extra; names it, or one of each.
     """
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
@@ -332,11 +303,7 @@ def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, An
     """The entries of a safetensors file by name, and the texts of its metadata.
 
     Args:
-        path: path of the file.
         fix: the fix where the file is missing or damaged, for the message.
-
-    Raises:
-        CheckpointError: the file is missing, cut short, or contradicts itself; names the tensor where it is of one.
     """
     try:
         size = path.stat().st_size
@@ -414,7 +381,6 @@ def write_file(
     metadata), then the tensors.
 
     Args:
-        path: path of the file.
         tensors: names, types and shapes of the tensors.
         values: iterator over the tensors, in the same order; one is taken for each of `tensors`.
         texts: texts of the metadata.
@@ -429,19 +395,13 @@ def write_file(
 
 
 def write_shards(
-    folder: Path,
-    tensors: Sequence[FileTensor],
-    values: Iterator[Tensor],
+    folder: Path,  # folder of the files
+    tensors: Sequence[FileTensor],  # names, types and shapes of all tensors
+    values: Iterator[Tensor],  # iterator over the tensors, in the same order; one is held at a time
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,  # largest size of a file, unless one tensor is larger
 ) -> int:
     """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them.
-
-    Args:
-        folder: folder of the files.
-        tensors: names, types and shapes of all tensors.
-        values: iterator over the tensors, in the same order; one is held at a time.
-        shard_bytes: largest size of a file, unless one tensor is larger.
 
     Returns:
         Bytes of all tensors.

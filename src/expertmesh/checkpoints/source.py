@@ -44,12 +44,8 @@ class TensorSource(Protocol):
         """Copy a part of a tensor.
 
         Args:
-            name: name of the tensor.
             box: the part, within the whole tensor.
             into: the tensor to fill, of the shape of the part, any type, on any device.
-
-        Raises:
-            CheckpointError: the files do not hold the part.
         """
 
 

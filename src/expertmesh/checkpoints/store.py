@@ -68,20 +68,16 @@ class CheckpointStore:
     """The checkpoints of one run, written by all its ranks. The run directory's lock keeps other runs out.
 
     Args:
-        folder: folder of the checkpoints, the same for all ranks; made when the first is saved.
-        keep_last: number of newest checkpoints to keep, beside the one with the lowest evaluation loss.
-        keep_every: checkpoints at multiples of this step are kept, too.
-        ranks: the ranks; None: this process alone.
         write: function that writes a rank's tensors into a folder; None: `write_tensors`.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # folder of the checkpoints, the same for all ranks; made when the first is saved
         *,
-        keep_last: int,
-        keep_every: int | None = None,
-        ranks: Ranks | None = None,
+        keep_last: int,  # number of newest checkpoints to keep, beside the one with the lowest evaluation loss
+        keep_every: int | None = None,  # checkpoints at multiples of this step are kept, too
+        ranks: Ranks | None = None,  # the ranks; None: this process alone
         write: Callable[[Path, Staged], list[Any]] | None = None,
     ) -> None:
         self.folder = folder
@@ -103,11 +99,11 @@ class CheckpointStore:
 
     def save(
         self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
+        step: int,  # step of the training, which names the checkpoint
+        tensors: Mapping[str, Tensor],  # by name, on any device; DTensors, and plain ones that are equal on all ranks
+        state: Mapping[str, Any],  # plain JSON values; rank 0's are kept
         *,
-        eval_loss: float | None,
+        eval_loss: float | None,  # evaluation loss of the model as it is now, if known; the lowest is kept as the best
         make: Make | None = None,
     ) -> None:
         """Copy the tensors to the CPU, then write them in the background; training may go on at once.
@@ -116,15 +112,7 @@ class CheckpointStore:
         previous save that still runs.
 
         Args:
-            step: step of the training, which names the checkpoint.
-            tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
-            state: plain JSON values; rank 0's are kept.
-            eval_loss: evaluation loss of the model as it is now, if known; the lowest is kept as the best.
             make: makes the tensors that are on the meta device, one at a time when they are written, in the background.
-
-        Raises:
-            OSError: the previous save failed (disk full, ...), or the folder cannot be made.
-            PeerError: another rank failed; rank 0 raises its error.
         """
         self.wait()
         partial = self.folder / f"{_PARTIAL}{_PREFIX}{step:08d}"
@@ -291,9 +279,6 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
 
     Returns:
         Path of the checkpoint; None if there is no checkpoint at all.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged, or one is of another format version.
     """
     ranks = Ranks() if ranks is None else ranks
     paths = ranks.on_rank0(lambda: list_checkpoints(folder))
@@ -316,11 +301,7 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint, from its state.json.
-
-    Raises:
-        CheckpointError: the file is unreadable, or of another format version.
-    """
+    """The plain values of a checkpoint, from its state.json."""
     try:
         state = parse_json((path / "state.json").read_bytes())
         version = state["format_version"]

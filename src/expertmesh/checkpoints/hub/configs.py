@@ -55,9 +55,6 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
     Args:
         values: the values of config.json.
         start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
-
-    Raises:
-        ConfigError: an option has a value that our GPT cannot compute or no model can have, or one is missing.
     """
     family = hub_family(values)
     _refuse(values, family)
@@ -112,11 +109,7 @@ def _with_loss(config: ModelConfig, coef: Any) -> ModelConfig:
 
 
 def _refuse(values: Values, family: HubFamily) -> None:
-    """Refuse options that our GPT would compute differently.
-
-    Raises:
-        ConfigError: there is such an option; names it.
-    """
+    """Refuse options that our GPT would compute differently."""
     refused = {name: allowed for name, allowed in family.refused.items() if name in values}
     for name, allowed in refused.items():
         if values[name] not in allowed:
@@ -169,11 +162,7 @@ def say_left_out(values: Values) -> None:
 
 
 def end_ids(values: Values) -> tuple[int, ...]:
-    """Ids of the tokens that end a text (`eos_token_id`, an id or a list); ids outside the vocabulary are dropped.
-
-    Raises:
-        ConfigError: an entry is no id.
-    """
+    """Ids of the tokens that end a text (`eos_token_id`, an id or a list); ids outside the vocabulary are dropped."""
     given = values.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(type(i) is not int for i in ids):  # true is an int to Python

@@ -66,23 +66,14 @@ PLAIN: Mapping[str, Fits] = {
 
 
 class Piece(NamedTuple):
-    """Mapping of a part of a tensor in the hub's files to a part of our tensor.
+    """Mapping of a part of a tensor in the hub's files to a part of our tensor."""
 
-    Attributes:
-        ours: name in the state dict of our GPT.
-        ours_at: box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks.
-        hub_name: name in the hub's files.
-        hub_at: box in the hub's tensor; as many elements in the same order.
-        hub_shape: shape of the hub's whole tensor.
-        is_turned: whether the last two dimensions of the part are transposed in the hub's tensor.
-    """
-
-    ours: str
-    ours_at: Box
-    hub_name: str
-    hub_at: Box
-    hub_shape: tuple[int, ...]
-    is_turned: bool = False
+    ours: str  # name in the state dict of our GPT
+    ours_at: Box  # box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks
+    hub_name: str  # name in the hub's files
+    hub_at: Box  # box in the hub's tensor; as many elements in the same order
+    hub_shape: tuple[int, ...]  # shape of the hub's whole tensor
+    is_turned: bool = False  # whether the last two dimensions of the part are transposed in the hub's tensor
 
     def turned(self, part: Any) -> Any:
         """View of a part with its dimensions transposed if `is_turned`, from the hub's order to ours or back."""

@@ -23,11 +23,7 @@ _ADDED = Plugins("model_type", HubFamily, ENTRY_POINTS, key="model_type")
 
 
 def find_hub_family(name: str) -> HubFamily:
-    """Architecture of a `model_type`, from this package or from an installed one, whose module is imported.
-
-    Raises:
-        ConfigError: the `model_type` is unknown, or a package's entry point is broken.
-    """
+    """Architecture of a `model_type`, from this package or from an installed one, whose module is imported."""
     found = FAMILIES.get(name) or _ALIASES.get(name) or _ADDED.get(name)
     if found is not None:
         return found
@@ -38,9 +34,5 @@ def find_hub_family(name: str) -> HubFamily:
 
 
 def hub_family(values: Values) -> HubFamily:
-    """The architecture of a config.json.
-
-    Raises:
-        ConfigError: our GPT cannot run it.
-    """
+    """The architecture of a config.json."""
     return find_hub_family(str(values.get("model_type")))

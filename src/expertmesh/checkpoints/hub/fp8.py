@@ -22,23 +22,13 @@ _SCALES = (*READABLE, torch.float8_e8m0fnu)
 
 
 class Fp8Files(HubFiles):
-    """The tensors of a folder by name, an FP8 matrix and its scales as one matrix.
-
-    Args:
-        folder: see `HubFiles`.
-        values: the values of its config.json, whose `quant_method` is fp8.
-        renamed: see `HubFiles`.
-
-    Raises:
-        ConfigError: see `HubFiles`; or the block size is invalid, or a matrix lacks fitting scales; names it.
-        CheckpointError: see `HubFiles`.
-    """
+    """The tensors of a folder by name, an FP8 matrix and its scales as one matrix."""
 
     def __init__(
         self,
-        folder: Path,
-        values: Mapping[str, Any],
-        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,
+        folder: Path,  # see `HubFiles`
+        values: Mapping[str, Any],  # the values of its config.json, whose `quant_method` is fp8
+        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,  # see `HubFiles`
     ) -> None:
         super().__init__(folder, renamed)
         self._block_size = _block_size(values, folder)

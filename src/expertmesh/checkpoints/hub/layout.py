@@ -15,9 +15,9 @@ def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) ->
     """Pieces that cover all tensors of the hub's files and of our GPT once; pieces of one tensor of ours are consecutive.
 
     Args:
-        config: configuration of the model.
         model_type: architecture of the hub; empty: tensors have the names of the spec's `hub`.
-        one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in quantised folders.
+        one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in
+            quantised folders.
     """
     family = find_hub_family(model_type) if model_type else None
     theirs_of = family.hub_name if family else str

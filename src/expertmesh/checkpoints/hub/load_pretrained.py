@@ -87,23 +87,14 @@ class HubModel:
     """The weights of a hub folder under the names of our GPT; a `TensorSource`.
 
     Args:
-        folder: see `load_pretrained`.
-        dtype: type of the weights (the router keeps FP32); None: see `load_pretrained`, with a warning of rounded tensors.
-
-    Attributes:
-        path: the folder.
-        config: configuration of the model, without `start_ids`, which the tokenizer tells.
-        tensors: shapes and types of the tensors of our GPT.
-
-    Raises:
-        ConfigError: see `load_pretrained`.
-        CheckpointError: see `load_pretrained`.
+        dtype: type of the weights (the router keeps FP32); None: see `load_pretrained`, with a warning of rounded
+            tensors.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         values = read_config(folder)
         self.path = folder
-        self.config = model_config(values)
+        self.config = model_config(values)  # configuration of the model, without `start_ids`, which the tokenizer tells
         self._files = hub_files(folder, values)
         found = list(pieces(self.config, hub_family(values).model_type))
         shapes = {piece.hub_name: piece.hub_shape for piece in found}
@@ -114,6 +105,7 @@ class HubModel:
         state = GPT(
             self.config, device="meta", dtype=dtype or hub_dtype(values, folder)
         ).state_dict()
+        # shapes and types of the tensors of our GPT
         self.tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
         self._pieces: dict[str, list[Piece]] = {name: [] for name in state}
         for piece in found:
@@ -218,11 +210,7 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
     """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one.
 
     Args:
-        folder: the folder.
         is_quantized: whether its weights may be quantised.
-
-    Raises:
-        ConfigError: there is no such folder or file, or the weights are quantised.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -261,12 +249,8 @@ def hub_run_config(
     """The configuration of a run with the model of a hub folder, other options at their defaults.
 
     Args:
-        folder: see `load_pretrained`.
         run_dir: directory of the run; None: the folder.
         is_quantized: whether its weights may be quantised.
-
-    Raises:
-        ConfigError: see `load_pretrained`.
     """
     values = read_config(folder, is_quantized=is_quantized)
     model = model_config(values, start_ids=hub_start(folder))
@@ -285,11 +269,7 @@ def hub_run_config(
 
 
 def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """The type of a checkpoint's weights in config.json; if it has none, the type of most elements.
-
-    Raises:
-        ConfigError: config.json has a type other than float32, bfloat16, float16 and float64.
-    """
+    """The type of a checkpoint's weights in config.json; if it has none, the type of most elements."""
     name = values.get("dtype") or values.get("torch_dtype")
     if name is None:
         return HubFiles(folder).usual_dtype()

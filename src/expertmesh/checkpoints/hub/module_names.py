@@ -23,9 +23,6 @@ def under_hub_names(entries: Mapping[str, Entry], family: HubFamily) -> dict[str
     Args:
         entries: entries by their names in the files.
         family: the architecture; one whose files have one tensor for all experts keeps it.
-
-    Raises:
-        CheckpointError: two tensors stand for one.
     """
     found: dict[str, tuple[str, Entry]] = {}
     for name, entry in entries.items():

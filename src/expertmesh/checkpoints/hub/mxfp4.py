@@ -16,15 +16,7 @@ from expertmesh.ops.quantized.mxfp4 import BLOCK, widened
 
 
 class Mxfp4Files(HubFiles):
-    """The tensors of a folder by name, blocks and scales as one BF16 matrix.
-
-    Args:
-        folder: see `HubFiles`.
-
-    Raises:
-        ConfigError: see `HubFiles`.
-        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other, or a matrix is there twice.
-    """
+    """The tensors of a folder by name, blocks and scales as one BF16 matrix."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

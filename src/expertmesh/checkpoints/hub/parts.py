@@ -24,7 +24,8 @@ def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[s
 
     Args:
         v: the values of config.json.
-        experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all families.
+        experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all
+            families.
         hidden: option with their hidden size.
         normalizes: whether a token's weights sum to one.
     """
@@ -199,11 +200,7 @@ def write_qwen(c: ModelConfig) -> dict[str, Any]:
 
 
 def _first_dense(v: Values) -> int:
-    """`first_dense_layers` that is equivalent to `mlp_only_layers`.
-
-    Raises:
-        ConfigError: there is no such number.
-    """
+    """`first_dense_layers` that is equivalent to `mlp_only_layers`."""
     without, step = v.get("mlp_only_layers") or [], v["decoder_sparse_step"]
     if not without or not isinstance(step, int) or step < 1:
         return 0

@@ -21,12 +21,7 @@ def hub_files(folder: Path, values: Mapping[str, Any]) -> HubFiles:
     """The tensors of a folder by name, FP8 and MXFP4 widened.
 
     Args:
-        folder: see `HubFiles`.
         values: the values of its config.json.
-
-    Raises:
-        ConfigError: see `HubFiles` and `Fp8Files`.
-        CheckpointError: see `HubFiles` and `Mxfp4Files`.
     """
     method = quant_method(values)
     renamed = partial(under_hub_names, family=hub_family(values))
