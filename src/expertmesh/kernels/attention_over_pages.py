@@ -331,32 +331,22 @@ def in_two(size: int) -> tuple[int, int]:
 
 
 def attend(
-    q_THd: Tensor,
-    k_NShd: Tensor,
-    v_NShd: Tensor,
-    starts: Tensor,
-    num_keys_B: Tensor,
-    table_BN: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    q_THd: Tensor,  # (T, H, d) queries, BF16, FP16 or FP32; the last axis of all three is contiguous
+    k_NShd: Tensor,  # (pages, page size, heads, d) keys
+    v_NShd: Tensor,  # (pages, page size, heads, n) values
+    starts: Tensor,  # (B + 1,) int64 first rows
+    num_keys_B: Tensor,  # (B,) int64 keys
+    table_BN: Tensor,  # (B, N) int64 pages
+    sinks_H: Tensor | None,  # (H,) sinks
+    window: int | None,  # keys of the window
+    chunk: int | None,  # positions of a chunk
+    softcap: float | None,  # the soft cap
     *,
     side_by_side: bool | None = None,
 ) -> Tensor:
     """Compute the attention, (T, H, n); does not synchronise.
 
     Args:
-        q_THd: (T, H, d) queries, BF16, FP16 or FP32; the last axis of all three is contiguous.
-        k_NShd: (pages, page size, heads, d) keys.
-        v_NShd: (pages, page size, heads, n) values.
-        starts: (B + 1,) int64 first rows.
-        num_keys_B: (B,) int64 keys.
-        table_BN: (B, N) int64 pages.
-        sinks_H: (H,) sinks.
-        window: keys of the window.
-        chunk: positions of a chunk.
-        softcap: the soft cap.
         side_by_side: whether programs compute the parts side by side; None: as fills the GPU. Bits are the same.
     """
     (T, H, d), (_, page, heads, n), B = q_THd.shape, v_NShd.shape, len(num_keys_B)

@@ -17,23 +17,14 @@ from expertmesh.kernels.route_metadata import tile_table
 
 @dataclass(frozen=True)
 class Rows:
-    """Sorted rows and their division into tiles.
+    """Sorted rows and their division into tiles."""
 
-    Attributes:
-        offsets_E: (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1]).
-        token_of_row_N: (R,) int32, the token of each row.
-        slot_of_row_N: (R,) int32, the slot of each row.
-        tile_expert: int32, the expert of each tile.
-        tile_row: int32, the first row of each tile.
-        num_tiles: (1,) int32, the number of used tiles.
-    """
-
-    offsets_E: Tensor
-    token_of_row_N: Tensor
-    slot_of_row_N: Tensor
-    tile_expert: Tensor
-    tile_row: Tensor
-    num_tiles: Tensor
+    offsets_E: Tensor  # (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1])
+    token_of_row_N: Tensor  # (R,) int32, the token of each row
+    slot_of_row_N: Tensor  # (R,) int32, the slot of each row
+    tile_expert: Tensor  # int32, the expert of each tile
+    tile_row: Tensor  # int32, the first row of each tile
+    num_tiles: Tensor  # (1,) int32, the number of used tiles
 
     @staticmethod
     def cut(
@@ -184,8 +175,7 @@ def product(
 @triton.jit
 def round_pairs(x):
     """Convert FP32 to BF16 by a packed NVIDIA instruction, two numbers each: Triton's conversion of single numbers
-    waits for the special function unit if FP32 is still needed.
-    """
+    waits for the special function unit if FP32 is still needed."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;",
         "=r,f,f",

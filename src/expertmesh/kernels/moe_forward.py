@@ -330,29 +330,18 @@ def low(value: Any, tile: Tile) -> Any:
 
 
 def up(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    b_in_EGF: Tensor | None,
-    weights_TK: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
+    x_TD: Tensor,  # (T, D) tokens, contiguous
+    w_in_EGFD: Tensor,  # (E, G, F, D), contiguous or interleaved (see `is_interleaved`)
+    b_in_EGF: Tensor | None,  # (E, G, F) stored like w_in, or None
+    weights_TK: Tensor,  # (T, K) routing weights, contiguous
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes
     *,
-    inner: str,
-    store_h: bool,
-    store_a: bool,
+    inner: str,  # the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu
+    store_h: bool,  # whether to store H
+    store_a: bool,  # whether to store A'
 ) -> tuple[Tensor, Tensor]:
     """Compute the first GEMM and the activation.
-
-    Args:
-        x_TD: (T, D) tokens, contiguous.
-        w_in_EGFD: (E, G, F, D), contiguous or interleaved (see `is_interleaved`).
-        b_in_EGF: (E, G, F) stored like w_in, or None.
-        weights_TK: (T, K) routing weights, contiguous.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes.
-        inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
-        store_h: whether to store H.
-        store_a: whether to store A'.
 
     Returns:
         H (R, G * F), its columns in the order of w_in in memory, and A' = s * act(H) (R, F); unneeded results have no
@@ -416,27 +405,17 @@ def up(
 
 
 def rows_times_weights(
-    a_RK: Tensor,
-    w: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
-    tile: Tile,
+    a_RK: Tensor,  # (R, K) rows, contiguous
+    w: Tensor,  # (E, N, K) if transposed, else (E, K, N), contiguous
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes and precision
+    tile: Tile,  # config.down or config.input_grad
     *,
-    transposed: bool,
-    b_out_ED: Tensor | None = None,
-    weights_TK: Tensor | None = None,
+    transposed: bool,  # whether to multiply by the transposed matrix
+    b_out_ED: Tensor | None = None,  # (E, N) bias, scaled by the routing weight, or None
+    weights_TK: Tensor | None = None,  # routing weights, needed with b_out
 ) -> Tensor:
     """Multiply every row by its expert's matrix.
-
-    Args:
-        a_RK: (R, K) rows, contiguous.
-        w: (E, N, K) if transposed, else (E, K, N), contiguous.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes and precision.
-        tile: config.down or config.input_grad.
-        transposed: whether to multiply by the transposed matrix.
-        b_out_ED: (E, N) bias, scaled by the routing weight, or None.
-        weights_TK: routing weights, needed with b_out.
 
     Returns:
         (R, N) in the dtype of a; rows behind the last live one are not written. Does not synchronise.

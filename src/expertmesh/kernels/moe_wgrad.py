@@ -237,28 +237,17 @@ def _sum_columns(
 
 
 def weight_grad(
-    dense_RM: Tensor,
-    source_TN: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
-    tile: Tile,
+    dense_RM: Tensor,  # (R, ...) rows in order: A' or dH, contiguous
+    source_TN: Tensor,  # (T, ...) tokens: dO or x, contiguous
+    rows: Rows,  # sorted rows, with or without tiles
+    config: LaunchConfig,  # precision, and whether to use descriptors
+    tile: Tile,  # config.w_in_grad or config.w_out_grad
     *,
-    gathered_rows: bool,
-    out: Tensor,
-    accumulate: bool = False,
+    gathered_rows: bool,  # whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in)
+    out: Tensor,  # (E, M, N) in memory order, contiguous, any floating-point dtype; every element is written
+    accumulate: bool = False,  # add to `out` instead
 ) -> None:
-    """Write or add, for each expert, the sum over its rows of outer products of A' and dO, or of dH and x.
-
-    Args:
-        dense_RM: (R, ...) rows in order: A' or dH, contiguous.
-        source_TN: (T, ...) tokens: dO or x, contiguous.
-        rows: sorted rows, with or without tiles.
-        config: precision, and whether to use descriptors.
-        tile: config.w_in_grad or config.w_out_grad.
-        gathered_rows: whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in).
-        out: (E, M, N) in memory order, contiguous, any floating-point dtype; every element is written.
-        accumulate: add to `out` instead.
-    """
+    """Write or add, for each expert, the sum over its rows of outer products of A' and dO, or of dH and x."""
     num_experts = rows.offsets_E.shape[0] - 1
     widths = (source_TN.shape[1], dense_RM.shape[1])
     M, N = widths if gathered_rows else widths[::-1]
@@ -315,24 +304,15 @@ def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pie
 
 
 def bias_grad(
-    source: Tensor,
-    rows: Rows,
+    source: Tensor,  # (R, N) rows, or (T, N) tokens if gathered; contiguous
+    rows: Rows,  # sorted rows
     *,
-    out: Tensor,
-    gathered: bool,
-    weights_TK: Tensor | None = None,
-    accumulate: bool = False,
+    out: Tensor,  # (E, N) contiguous; every element is written
+    gathered: bool,  # whether source holds tokens
+    weights_TK: Tensor | None = None,  # routing weights to multiply by, or None
+    accumulate: bool = False,  # add to `out` instead
 ) -> None:
-    """Write or add the sum of an expert's rows: db_in from dH, or db_out from s * gather(dO).
-
-    Args:
-        source: (R, N) rows, or (T, N) tokens if gathered; contiguous.
-        rows: sorted rows.
-        out: (E, N) contiguous; every element is written.
-        gathered: whether source holds tokens.
-        weights_TK: routing weights to multiply by, or None.
-        accumulate: add to `out` instead.
-    """
+    """Write or add the sum of an expert's rows: db_in from dH, or db_out from s * gather(dO)."""
     num_experts, width = out.shape
     launch(
         _sum_columns,

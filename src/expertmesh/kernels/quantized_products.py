@@ -119,27 +119,17 @@ def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict
 
 
 def grouped_product(
-    x: Tensor,
-    w_ENK: Tensor,
-    scales: Tensor,
-    rows: Rows,
+    x: Tensor,  # (R, K) rows, or (T, K) tokens if `gather`; contiguous, BF16, FP16 or FP32
+    w_ENK: Tensor,  # (E, N, K) int8 or float8_e4m3fn, or (E, N, K / 2) uint8 of int4; contiguous
+    scales: Tensor,  # (E, N, groups), for FP8 (E, branches, blocks of rows, blocks of columns); contiguous
+    rows: Rows,  # sorted rows, cut into tiles of block["BLOCK_M"]
     *,
-    format: str,
-    gather: bool,
-    rows_per_branch: int,
-    block: dict[str, Any],
+    format: str,  # int8, int4 or fp8
+    gather: bool,  # whether x holds tokens
+    rows_per_branch: int,  # rows of W per branch, after which FP8 blocks start anew
+    block: dict[str, Any],  # result of `block_of`
 ) -> Tensor:
     """Multiply sorted rows by the transposed matrix of their expert.
-
-    Args:
-        x: (R, K) rows, or (T, K) tokens if `gather`; contiguous, BF16, FP16 or FP32.
-        w_ENK: (E, N, K) int8 or float8_e4m3fn, or (E, N, K / 2) uint8 of int4; contiguous.
-        scales: (E, N, groups), for FP8 (E, branches, blocks of rows, blocks of columns); contiguous.
-        rows: sorted rows, cut into tiles of block["BLOCK_M"].
-        format: int8, int4 or fp8.
-        gather: whether x holds tokens.
-        rows_per_branch: rows of W per branch, after which FP8 blocks start anew.
-        block: result of `block_of`.
 
     Returns:
         (R, N) in FP32; rows behind the last expert's are not written.

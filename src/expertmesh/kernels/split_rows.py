@@ -93,31 +93,19 @@ def _add_pieces(
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of rows that are summed separately, and the workspace for pieces of split experts.
+    """Pieces of rows that are summed separately, and the workspace for pieces of split experts."""
 
-    Attributes:
-        start: first row of every piece, int32; E + most entries. Piece e < E belongs to expert e.
-        end: last row + 1 of every piece.
-        expert: expert of every piece.
-        place: index of the piece's sum in the workspace; -1 for an expert's only piece, whose sum goes to the gradient.
-        num_pieces: (1,) number of used pieces.
-        split_expert: experts with several pieces.
-        split_place: place of each split expert's first piece.
-        split_count: number of pieces of each split expert.
-        num_split: (1,) number of split experts.
-        work: (2 * most - 1, M, N) FP32 workspace.
-    """
-
-    start: Tensor
-    end: Tensor
-    expert: Tensor
+    start: Tensor  # first row of every piece, int32; E + most entries. Piece e < E belongs to expert e.
+    end: Tensor  # last row + 1 of every piece
+    expert: Tensor  # expert of every piece
+    # index of the piece's sum in the workspace; -1 for an expert's only piece, whose sum goes to the gradient
     place: Tensor
-    num_pieces: Tensor
-    split_expert: Tensor
-    split_place: Tensor
-    split_count: Tensor
-    num_split: Tensor
-    work: Tensor
+    num_pieces: Tensor  # (1,) number of used pieces
+    split_expert: Tensor  # experts with several pieces
+    split_place: Tensor  # place of each split expert's first piece
+    split_count: Tensor  # number of pieces of each split expert
+    num_split: Tensor  # (1,) number of split experts
+    work: Tensor  # (2 * most - 1, M, N) FP32 workspace
 
 
 def rows_of_pieces(num_rows: int, most: int, fewest_rows: int, block_k: int) -> int:

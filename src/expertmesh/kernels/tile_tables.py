@@ -20,23 +20,16 @@ GEMMS = (*OVER_ROWS, *WEIGHT_GRADS)
 
 @dataclass(frozen=True)
 class Table:
-    """Changes of a table relative to the default one.
+    """Changes of a table relative to the default one."""
 
-    Attributes:
-        rows: attributes of `Tile` for the GEMMs over routed rows.
-        weights: attributes of `Tile` for the weight gradients.
-        only: attributes of `Tile` for single GEMMs; they override `rows` and `weights`.
-        columns: maximum number of columns of the accumulator, both branches together; None: the default.
-        hidden_columns: maximum for `hidden_grad`, whose epilogue also holds H and both gradients.
-        leaves_low: whether tiles with fewer than 128 rows stay unchanged.
-    """
-
-    rows: dict[str, Any] = field(default_factory=dict)
-    weights: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)  # attributes of `Tile` for the GEMMs over routed rows
+    weights: dict[str, Any] = field(default_factory=dict)  # attributes of `Tile` for the weight gradients
+    # attributes of `Tile` for single GEMMs; they override `rows` and `weights`
     only: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # maximum number of columns of the accumulator, both branches together; None: the default
     columns: int | None = None
-    hidden_columns: int = 128
-    leaves_low: bool = True
+    hidden_columns: int = 128  # maximum for `hidden_grad`, whose epilogue also holds H and both gradients
+    leaves_low: bool = True  # whether tiles with fewer than 128 rows stay unchanged
 
     def changes(self, gemm: str, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
         """Changes in a GEMM's tile of this size, by attributes of `Tile`; {} if there are none."""
@@ -112,9 +105,6 @@ def changes(
         block_m: rows of the GEMM's tile in the default table.
         block_n: columns of that tile.
         num_branches: G.
-
-    Raises:
-        ConfigError: the architecture has no such table.
     """
     if table == DEFAULT:
         return {}

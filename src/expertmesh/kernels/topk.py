@@ -241,21 +241,14 @@ def _blocks(num_tokens: int, lanes: int) -> tuple[int, int]:
 
 
 def choose(
-    logits_TE: Tensor,
-    top_k: int,
-    rule: SelectionRule,
+    logits_TE: Tensor,  # (T, E) FP32, E up to MAX_EXPERTS
+    top_k: int,  # K, from 1 to E
+    rule: SelectionRule,  # options of the choice
     *,
-    noise_TE: Tensor | None = None,
-    bias_E: Tensor | None = None,
+    noise_TE: Tensor | None = None,  # (T, E) FP32, added to the logits for the choice only
+    bias_E: Tensor | None = None,  # (E,) FP32, added to the scores for the choice only
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute every token's K best experts, their routing weights, and the scores for the balance loss; one launch.
-
-    Args:
-        logits_TE: (T, E) FP32, E up to MAX_EXPERTS.
-        top_k: K, from 1 to E.
-        rule: options of the choice.
-        noise_TE: (T, E) FP32, added to the logits for the choice only.
-        bias_E: (E,) FP32, added to the scores for the choice only.
 
     Returns:
         ids (T, K) int64 in descending order of the criterion, ties to the lower id; weights (T, K) FP32; scores
@@ -299,19 +292,12 @@ def choose(
 
 def choose_backward(
     logits_TE: Tensor,
-    ids_TK: Tensor,
+    ids_TK: Tensor,  # (T, K) ids that `choose` returned
     rule: SelectionRule,
-    d_weights_TK: Tensor | None,
-    d_scores_TE: Tensor | None,
+    d_weights_TK: Tensor | None,  # (T, K) FP32, or None for zero
+    d_scores_TE: Tensor | None,  # (T, E) FP32, or None for zero
 ) -> Tensor:
     """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one launch.
-
-    Args:
-        logits_TE: the logits given to `choose`.
-        ids_TK: (T, K) ids that `choose` returned.
-        rule: the rule given to `choose`.
-        d_weights_TK: (T, K) FP32, or None for zero.
-        d_scores_TE: (T, E) FP32, or None for zero.
     """
     num_tokens, num_experts = logits_TE.shape
     lanes = max(next_power_of_2(num_experts), 2)

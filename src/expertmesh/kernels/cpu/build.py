@@ -54,12 +54,8 @@ def built(
     """Path of the object for an instruction set: shipped, cached, or compiled now; valid inside the context.
 
     Args:
-        instructions: the instruction set.
         shipped: folder of shipped objects, which are not read if CC names a compiler.
         most_objects: objects that stay in the cache after a new one is compiled.
-
-    Raises:
-        BuildError: none is shipped, and there is no compiler, or it fails.
     """
     ready = shipped / shipped_name(instructions)
     if not os.environ.get("CC") and ready.is_file():
@@ -102,11 +98,7 @@ def compiler_command() -> list[str]:
 
 
 def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path:
-    """Compile into a new file of the folder, and return its path.
-
-    Raises:
-        BuildError: the compiler fails.
-    """
+    """Compile into a new file of the folder, and return its path."""
     out = folder / f"{instructions.name}-{os.getpid()}.so"
     words = [*compiler, *OPTIONS, *instructions.options]
     sources = sorted(SOURCES.glob("*.c"))
@@ -124,11 +116,7 @@ def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) ->
 
 
 def _run(words: list[str]) -> None:
-    """Run the compiler, whose last word is the file it makes.
-
-    Raises:
-        BuildError: it fails.
-    """
+    """Run the compiler, whose last word is the file it makes."""
     try:
         done = subprocess.run(
             words,

@@ -26,17 +26,11 @@ INNER = {"silu": 0, "gelu": 1, "relu": 2, "relu2": 3, "clamped_silu": 4}
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Matrices of experts with their scales and biases.
+    """Matrices of experts with their scales and biases."""
 
-    Attributes:
-        numbers_EGNK: (E, G, N, K), or (E, G, N, K / 2) bytes for 4 bits; numbers of a row are adjacent.
-        scales_EGNS: (E, G, N, S) float32 or bfloat16, S = 1 for int8; None for dense numbers.
-        bias_EGN: (E, G, N) float32 or bfloat16, or None.
-    """
-
-    numbers_EGNK: Tensor
-    scales_EGNS: Tensor | None = None
-    bias_EGN: Tensor | None = None
+    numbers_EGNK: Tensor  # (E, G, N, K), or (E, G, N, K / 2) bytes for 4 bits; numbers of a row are adjacent
+    scales_EGNS: Tensor | None = None  # (E, G, N, S) float32 or bfloat16, S = 1 for int8; None for dense numbers
+    bias_EGN: Tensor | None = None  # (E, G, N) float32 or bfloat16, or None
 
     def words(self) -> tuple[int, ...]:
         """The struct `Matrices`."""
@@ -103,14 +97,10 @@ def _entries_of_runtime() -> list[int] | None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The kernels of this process.
+    """The kernels of this process."""
 
-    Attributes:
-        kernels: the kernels; None: there are none.
-        problem: why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say.
-    """
-
-    kernels: "Kernels | None"
+    kernels: "Kernels | None"  # the kernels; None: there are none
+    # why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say
     problem: str = ""
 
     @property
@@ -129,9 +119,6 @@ _loaded: list[Loaded] = []
 
 def loaded() -> Loaded:
     """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went wrong.
-
-    Raises:
-        ConfigError: the environment names an instruction set that this processor lacks.
     """
     if not _loaded:
         with _lock:
@@ -193,15 +180,11 @@ class Kernels:
     Args:
         path: the shared object, which is needed in this call only.
         instructions: the instruction set it was compiled for.
-
-    Attributes:
-        instructions: the instruction set.
-        has_threads: whether it uses the threads of the OpenMP runtime that torch has loaded.
     """
 
     def __init__(self, path: Path, instructions: InstructionSet) -> None:
         loaded = ctypes.CDLL(str(path))
-        self.instructions = instructions
+        self.instructions = instructions  # the instruction set
         self._experts = loaded.expertmesh_experts
         self._experts.argtypes = [ctypes.c_void_p]
         self._experts.restype = ctypes.c_int
@@ -214,6 +197,7 @@ class Kernels:
         if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
             raise TilesError("the system does not let this process use tiles")
         entries = _entries_of_runtime()
+        # whether it uses the threads of the OpenMP runtime that torch has loaded
         self.has_threads = entries is not None
         if entries is None:
             _log.warning(
@@ -266,9 +250,6 @@ class Kernels:
             w_ENK: E matrices, numbers of a row adjacent.
             b_EN: biases, or None.
             ids_T1: contiguous int64 matrix of each row; None: the first.
-
-        Raises:
-            MemoryError: there is no memory for the panels.
         """
         T, K = x_TK.shape
         E, N, _ = w_ENK.shape
@@ -279,11 +260,7 @@ class Kernels:
         return y_TN
 
     def attention(self, call: AttentionCall) -> None:
-        """Compute a call.
-
-        Raises:
-            MemoryError: there is no memory for a block of keys.
-        """
+        """Compute a call."""
         call.num_threads = num_threads()
         if self._attention(ctypes.addressof(call)) == -2:
             raise MemoryError("no memory for a block of keys")
