@@ -208,7 +208,6 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
     Args:
         segment_N: (N,) int64 index of each slot's queue.
         order_N: (N,) int64 slots in order of arrival; None: 0, 1, 2, ...
-        num_segments: number of queues.
 
     Returns:
         (N,) int64. Linear in N but for the stable sort of small integers; no (N, segments) one-hot.
@@ -225,18 +224,18 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
 
 
 def assign(
-    routing: Routing,
+    routing: Routing,  # the choices; ids equal to E are not live. Scores are read by "priority" only.
     *,
-    num_experts: int,
-    factor: Ratio,
-    min_capacity: int,
-    policy: str,
-    group_size: int | None,
-    renormalize: bool,
-    token_mask_T: Tensor | None,
-    noise_key: Tensor,
-    token_index_T: Tensor,
-    layer_index: int,
+    num_experts: int,  # E
+    factor: Ratio,  # capacity factor, exact
+    min_capacity: int,  # least rows per expert and routing group
+    policy: str,  # first, priority, weight or random
+    group_size: int | None,  # tokens per routing group; None: all tokens of the call
+    renormalize: bool,  # scale the weights of a token's kept slots to the sum of the weights of all its live slots
+    token_mask_T: Tensor | None,  # (T,) True for real tokens, or None
+    noise_key: Tensor,  # (2,) int64, for "random"
+    token_index_T: Tensor,  # (T,) int64, for "random"
+    layer_index: int,  # for "random"
 ) -> Routing:
     """Drop the rows of each expert and routing group that exceed C = max(min_capacity, ceil(K * T_g / E * factor)).
 
@@ -250,19 +249,6 @@ def assign(
     * random: uniform over the queue (DeepSpeed's Random Token Selection).
 
     Ties are in the order of "first".
-
-    Args:
-        routing: the choices; ids equal to E are not live. Scores are read by "priority" only.
-        num_experts: E.
-        factor: capacity factor, exact.
-        min_capacity: least rows per expert and routing group.
-        policy: first, priority, weight or random.
-        group_size: tokens per routing group; None: all tokens of the call.
-        renormalize: scale the weights of a token's kept slots to the sum of the weights of all its live slots.
-        token_mask_T: (T,) True for real tokens, or None.
-        noise_key: (2,) int64, for "random".
-        token_index_T: (T,) int64, for "random".
-        layer_index: for "random".
 
     Returns:
         The routing with id E at dropped slots, num_dropped, and max_rows, a static bound on the kept rows.

@@ -74,12 +74,7 @@ def check_top_k(
 
 
 def check_call_factor(value: Any, *, arithmetic: OpSet) -> None:
-    """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None.
-
-    Args:
-        value: the factor.
-        arithmetic: the op set of the call.
-    """
+    """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None."""
     if value is None:
         return
     if not (isinstance(value, float) and value == math.inf):
@@ -135,7 +130,6 @@ def check_input(
     """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device.
 
     Args:
-        x: input.
         dim: D.
         weight: the weight of the experts, if they are grouped.
         device: where they are computed, if not where the weight is.

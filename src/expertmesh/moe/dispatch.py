@@ -116,9 +116,6 @@ class TokenDispatcher(Protocol):
         Args:
             tokens: the tokens of this process, with global expert ids.
             way: dispatch options of this call.
-
-        Raises:
-            ConfigError: the dispatcher does not support an option.
         """
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -157,12 +154,7 @@ def _check_options(way: Any) -> DispatchOptions:
 
 
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
-    """Dispatch options of a call, given as `dispatch=` or as single keywords.
-
-    Raises:
-        ConfigError: both are given.
-        TypeError: a keyword is unknown.
-    """
+    """Dispatch options of a call, given as `dispatch=` or as single keywords."""
     if not choices:
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:

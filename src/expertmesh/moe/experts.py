@@ -106,20 +106,10 @@ class GroupedExperts(nn.Module):
     "dense" (`ops/experts/quantized_formats.py`) they are frozen buffers, with w_in_scale and w_out_scale beside them.
 
     Args:
-        num_experts: E.
-        dim: D.
-        hidden_dim: F.
-        activation: swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu.
-        bias: whether the experts have b_in and b_out.
         recompute_h: recompute the pre-activations in the backward instead of saving them; bitwise the same results.
-        arithmetic: the op set in evaluation.
-        backend: see `ops.backend.resolve_backend`.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
 
     Attributes:
         format: name of the weights' format in `FORMATS`.
-        paging: slots in place of the tensors, see `put_into_slots`; None: all experts are here.
     """
 
     w_in: Tensor
@@ -132,16 +122,16 @@ class GroupedExperts(nn.Module):
     def __init__(
         self,
         *,
-        num_experts: int,
-        dim: int,
-        hidden_dim: int,
-        activation: str,
-        bias: bool,
+        num_experts: int,  # E
+        dim: int,  # D
+        hidden_dim: int,  # F
+        activation: str,  # swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu
+        bias: bool,  # whether the experts have b_in and b_out
         recompute_h: bool = False,
-        arithmetic: OpSet = DEFAULT_OPS,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        arithmetic: OpSet = DEFAULT_OPS,  # the op set in evaluation
+        backend: str = "auto",  # see `ops.backend.resolve_backend`
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         """Allocate the parameters; the layer initialises them."""
         super().__init__()
@@ -152,6 +142,7 @@ class GroupedExperts(nn.Module):
         self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
+        # slots in place of the tensors, see `put_into_slots`; None: all experts are here
         self.paging: ExpertPaging | None = None
         self._dtype = torch.bfloat16  # of the products of quantised experts
 
@@ -183,20 +174,12 @@ class GroupedExperts(nn.Module):
 
     def room(
         self,
-        format: str,
+        format: str,  # name of the format
         *,
-        dtype: torch.dtype,
-        group_size: int = 64,
+        dtype: torch.dtype,  # dtype of the products, and of scales whose type the format leaves open
+        group_size: int = 64,  # input columns per scale, where the format leaves it open
     ) -> dict[str, Tensor]:
         """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put` writes.
-
-        Args:
-            format: name of the format.
-            dtype: dtype of the products, and of scales whose type the format leaves open.
-            group_size: input columns per scale, where the format leaves it open.
-
-        Raises:
-            ConfigError: columns are no whole groups.
         """
         E, G, F, D = self.shape
         form, device = FORMATS[format], self.w_in.device
@@ -214,11 +197,7 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def put(self, name: str, expert: int, w: Tensor) -> None:
-        """Write one expert's w_in (G, F, D) or w_out (D, F), rounded to the format.
-
-        Raises:
-            ConfigError: a quantised format is given a number that is not finite.
-        """
+        """Write one expert's w_in (G, F, D) or w_out (D, F), rounded to the format."""
         unit = FORMATS[self.format].unit(self.weights().slices()[0])
         own = {n: getattr(self, n) for n in (name, f"{name}_scale")}
         _put(own, self.format, name, expert, w.to(self.dtype), unit)
@@ -306,9 +285,6 @@ class GroupedExperts(nn.Module):
 
         Args:
             enabled: False goes back to autograd's gradients and drops the buffers.
-
-        Raises:
-            ConfigError: the experts are quantised, or in slots, and have no gradients.
         """
         if enabled and (self.format != "dense" or self.paging is not None):
             raise ConfigError(
@@ -334,20 +310,16 @@ class GroupedExperts(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        x_TD: Tensor,  # (T, D)
+        expert_ids_TK: Tensor,  # (T, K) in [0, E]; E is skipped
+        weights_TK: Tensor,  # (T, K)
         *,
-        max_rows: int | None,
+        max_rows: int | None,  # upper bound on the number of ids below E, guaranteed by the caller; or None
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
         """Weighted sum of the chosen experts' outputs per token.
 
         Args:
-            x_TD: (T, D).
-            expert_ids_TK: (T, K) in [0, E]; E is skipped.
-            weights_TK: (T, K).
-            max_rows: upper bound on the number of ids below E, guaranteed by the caller; or None.
             parameters: weights that replace this module's own, indexed by the ids; or None.
 
         Returns:
@@ -427,11 +399,7 @@ def _put(
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
-    """Return a custom expert's output after checking it.
-
-    Raises:
-        ConfigError: it is no floating-point tensor of the input's shape.
-    """
+    """Return a custom expert's output after checking it."""
     if isinstance(y, Tensor) and y.shape == x_nD.shape and y.is_floating_point():
         return y
     found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__

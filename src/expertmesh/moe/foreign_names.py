@@ -43,20 +43,13 @@ def to_foreign(
 
 def from_foreign(
     state: dict[str, Any],
-    names: Sequence[ForeignName],
-    module: nn.Module,
+    names: Sequence[ForeignName],  # one entry for each tensor of the other system
+    module: nn.Module,  # the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
     *,
-    prefix: str,
-    own_prefix: str,
+    prefix: str,  # the prefix of the module's names in the state dict
+    own_prefix: str,  # the prefix of our tensors' names, after `prefix`
 ) -> list[str]:
     """Join the other system's entries of a state dict into ours, in place. A state dict under our names is not changed.
-
-    Args:
-        state: a state dict.
-        names: one entry for each tensor of the other system.
-        module: the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
-        prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors' names, after `prefix`.
 
     Returns:
         Error lines, one for each tensor that is missing or has another shape.

@@ -29,18 +29,10 @@ class SharedTokens(Protocol):
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """Routing groups of a call whose tokens lie on several processes.
+    """Routing groups of a call whose tokens lie on several processes."""
 
-    Attributes:
-        shared: the processes that share the tokens.
-        token_index_T: global indices of this process's tokens; they order the whole call.
-
-    Raises:
-        ConfigError: token_index_T is None.
-    """
-
-    shared: SharedTokens
-    token_index_T: Tensor | None
+    shared: SharedTokens  # the processes that share the tokens
+    token_index_T: Tensor | None  # global indices of this process's tokens; they order the whole call
 
     def __post_init__(self) -> None:
         """Raise ConfigError without token indices."""

@@ -82,7 +82,6 @@ def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
     """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not changed.
 
     Args:
-        module: the custom module.
         seed: the seed of the whole model.
         name: the name of the module in the model.
     """

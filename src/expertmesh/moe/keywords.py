@@ -20,11 +20,7 @@ _REQUIRED = ("dim", "hidden_dim", "num_experts", "top_k")
 
 
 def check_keywords(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> None:
-    """Raise TypeError for unknown or missing keywords, as Python does.
-
-    Raises:
-        TypeError: a keyword is unknown or missing.
-    """
+    """Raise TypeError for unknown or missing keywords, as Python does."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -121,11 +121,7 @@ def make_layer_call(
     shared_tokens: SharedTokens | None,
     losses: bool,
 ) -> LayerCall:
-    """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
-
-    Raises:
-        ConfigError: an argument does not fit the layer.
-    """
+    """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings."""
     refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
     grouped = layer.grouped
     # with accelerate's hook, weights are loaded from disk when the experts are called

@@ -25,9 +25,6 @@ def learn_as(module: M, role: Role) -> M:
 
     Returns:
         The module.
-
-    Raises:
-        ConfigError: the role is unknown.
     """
     check_choice("role", role, get_args(Role))
     setattr(module, _NAME, role)

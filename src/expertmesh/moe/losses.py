@@ -242,12 +242,12 @@ def importance_load_loss(
 
 
 def global_balance_loss(
-    scores_TE: Tensor,
-    num_choices_E: Tensor,
+    scores_TE: Tensor,  # (T, E) clean scores, differentiable
+    num_choices_E: Tensor,  # (E,) integers, choices per expert in this call, summed over processes
     *,
-    of_scores: bool = False,
-    load_TE: Tensor | None = None,
-    token_mask_T: Tensor | None = None,
+    of_scores: bool = False,  # compute the importance and load loss instead of Switch's
+    load_TE: Tensor | None = None,  # see `importance_load_loss`
+    token_mask_T: Tensor | None = None,  # (T,) bool, True for real tokens; None: all are
     sum_over_processes: SumOverProcesses | None = None,
     earlier_RE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -266,11 +266,6 @@ def global_balance_loss(
     m, scaled to the size of m, with the gradient of S_m.
 
     Args:
-        scores_TE: (T, E) clean scores, differentiable.
-        num_choices_E: (E,) integers, choices per expert in this call, summed over processes.
-        of_scores: compute the importance and load loss instead of Switch's.
-        load_TE: see `importance_load_loss`.
-        token_mask_T: (T,) bool, True for real tokens; None: all are.
         sum_over_processes: sums over the tokens of all processes; None: there is one process.
         earlier_RE: sum of this function's second results for earlier micro-batches; None: this is the first.
 

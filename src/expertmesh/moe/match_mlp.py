@@ -24,23 +24,15 @@ PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu"
 
 @dataclass(frozen=True)
 class MatchedMLP:
-    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, found in a module.
+    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, found in a module."""
 
-    Attributes:
-        activation: name of the activation, as `MoELayer` takes it.
-        in_names: names of the linear maps D -> F inside the module: (gate, up) of a gated block, else one.
-        out_name: name of the linear map F -> D.
-        dim: D.
-        hidden_dim: F.
-        biased: names of the linear maps that have a bias.
-    """
-
-    activation: Activation
+    activation: Activation  # name of the activation, as `MoELayer` takes it
+    # names of the linear maps D -> F inside the module: (gate, up) of a gated block, else one
     in_names: tuple[str, ...]
-    out_name: str
-    dim: int
-    hidden_dim: int
-    biased: tuple[str, ...]
+    out_name: str  # name of the linear map F -> D
+    dim: int  # D
+    hidden_dim: int  # F
+    biased: tuple[str, ...]  # names of the linear maps that have a bias
 
     @property
     def bias(self) -> bool:
