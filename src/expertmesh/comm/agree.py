@@ -13,10 +13,6 @@ _log = logging.getLogger("expertmesh.comm")
 
 def agree_on_kernels(group: RankGroup) -> None:
     """Lower the kernels for CPUs to the best that all ranks have; one collective where all have the same; every rank must call.
-
-    Raises:
-        ConfigError: the environment names an instruction set that this processor lacks.
-        CollectiveError: a rank is gone.
     """
     while group.size > 1:
         own = CPU_KERNELS.index(cpu_kernels())

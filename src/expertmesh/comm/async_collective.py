@@ -36,21 +36,14 @@ class _Move:
 
 
 class AsyncTensor:
-    """Tensor in an asynchronous collective. Differentiable once.
-
-    Args:
-        x: the tensor to send.
-        there: starts the collective.
-        back: starts the collective of the gradient.
-        unpack: converts received data to the result; None: no conversion.
-    """
+    """Tensor in an asynchronous collective. Differentiable once."""
 
     def __init__(
         self,
-        x: Tensor,
-        there: Launch,
-        back: Launch,
-        unpack: Callable[[Tensor], Tensor] | None = None,
+        x: Tensor,  # the tensor to send
+        there: Launch,  # starts the collective
+        back: Launch,  # starts the collective of the gradient
+        unpack: Callable[[Tensor], Tensor] | None = None,  # converts received data to the result; None: no conversion
     ) -> None:
         self._move = _Move(there, back, unpack or (lambda arrived: arrived))
         # Has the shape of x, because autograd expects a gradient of that shape.

@@ -59,20 +59,16 @@ def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
 
 
 def share_of(
-    local_rank: int,
-    num_local: int,
-    nodes: Sequence[set[int]],
-    allowed: set[int],
+    local_rank: int,  # index of the rank on this machine
+    num_local: int,  # number of ranks on this machine
+    nodes: Sequence[set[int]],  # cores of each NUMA node
+    allowed: set[int],  # cores that the rank may use now. If all are on one node, the rank is bound already.
     *,
     near: AbstractSet[int] = frozenset(),
 ) -> set[int] | None:
     """Cores of the NUMA node that a rank should run on; None: leave it unbound.
 
     Args:
-        local_rank: index of the rank on this machine.
-        num_local: number of ranks on this machine.
-        nodes: cores of each NUMA node.
-        allowed: cores that the rank may use now. If all are on one node, the rank is bound already.
         near: cores of the node nearest to the rank's GPU; empty without a GPU or if its node is unknown.
     """
     mine = [cores & allowed for cores in nodes if cores & allowed]

@@ -154,9 +154,6 @@ def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] 
         x: contiguous, any dtype.
         group: the group of n ranks, n > 1.
         where: purpose, for the byte counter and for errors.
-
-    Raises:
-        CollectiveError: a rank is gone or late.
     """
     parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == 0 else None
     wait(
@@ -177,9 +174,6 @@ def broadcast_(x: Tensor, group: RankGroup, *, where: str) -> None:
         x: contiguous, equal in shape and dtype on all ranks.
         group: the group of n ranks.
         where: purpose, for the byte counter and for errors.
-
-    Raises:
-        CollectiveError: a rank is gone or late.
     """
     if group.size == 1:
         return

@@ -15,16 +15,11 @@ _NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Room(NamedTuple):
-    """CPU resources of one process.
+    """CPU resources of one process."""
 
-    Attributes:
-        host: name of the machine.
-        cores: numbers of the cores that the process may run on.
-        quota: CPU quota of its control groups in cores, shared with the other processes in them; None: no limit.
-    """
-
-    host: str
-    cores: tuple[int, ...]
+    host: str  # name of the machine
+    cores: tuple[int, ...]  # numbers of the cores that the process may run on
+    # CPU quota of its control groups in cores, shared with the other processes in them; None: no limit
     quota: float | None
 
 

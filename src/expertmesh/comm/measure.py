@@ -20,21 +20,13 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Time and bandwidth of one algorithm on one class of links at one message size.
+    """Time and bandwidth of one algorithm on one class of links at one message size."""
 
-    Attributes:
-        algorithm: all_to_all, all_gather, all_reduce, or two_step: an all-to-all across nodes, then one inside.
-        link: class of the links: "inside" a node, "across" nodes, or "all".
-        num_bytes: bytes that a rank sends to each other rank (all_reduce: bytes of the tensor).
-        seconds: median time of the slowest rank.
-        bus_bytes_per_s: bytes that a rank sends to others per second, comparable between algorithms and numbers of
-            ranks.
-    """
-
-    algorithm: str
-    link: str
-    num_bytes: int
-    seconds: float
+    algorithm: str  # all_to_all, all_gather, all_reduce, or two_step: an all-to-all across nodes, then one inside
+    link: str  # class of the links: "inside" a node, "across" nodes, or "all"
+    num_bytes: int  # bytes that a rank sends to each other rank (all_reduce: bytes of the tensor)
+    seconds: float  # median time of the slowest rank
+    # bytes that a rank sends to others per second, comparable between algorithms and numbers of ranks
     bus_bytes_per_s: float
 
 
@@ -93,8 +85,7 @@ def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
 
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
     """All-to-all across nodes, then inside nodes: as many bytes per rank as the flat one, in fewer messages. Nodes must
-    be equal in size.
-    """
+    be equal in size."""
     across, inside = groups["across"], groups["inside"]
     x_PB = _all_to_all(x_PB.view(across.size, -1), across)
     _all_to_all(x_PB.view(inside.size, -1), inside)

@@ -15,17 +15,11 @@ DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class DenseDegrees:
-    """Sizes of the axes of the dense layers; rank = (replica * dp_shard + shard) * tp + tensor part.
+    """Sizes of the axes of the dense layers; rank = (replica * dp_shard + shard) * tp + tensor part."""
 
-    Attributes:
-        dp_replicate: copies of the model.
-        dp_shard: ranks that share one copy's parameters.
-        tp: ranks that share one sequence.
-    """
-
-    dp_replicate: int
-    dp_shard: int
-    tp: int
+    dp_replicate: int  # copies of the model
+    dp_shard: int  # ranks that share one copy's parameters
+    tp: int  # ranks that share one sequence
 
     @property
     def num_ranks(self) -> int:
@@ -48,9 +42,6 @@ def dense_degrees(
         dp_replicate: copies of the model.
         dp_shard: ranks that share one copy's parameters; None: num_ranks / (dp_replicate * tp).
         tp: tensor parallel degree.
-
-    Raises:
-        ConfigError: the product of the degrees is not num_ranks; the message gives the nearest valid choice.
     """
     given = dp_replicate * tp * (dp_shard or 1)
     if given == num_ranks or (dp_shard is None and num_ranks % given == 0):
@@ -81,14 +72,12 @@ class ExpertDegrees:
     """Sharding of one layer's experts over the W = e * f ranks of one copy.
 
     Attributes:
-        e: number of parts along E.
-        f: number of slices of each expert's hidden size (along F).
         order: slices_inner: neighbouring ranks hold slices of the same experts, rank = i * f + j; experts_inner:
             neighbouring ranks hold different experts, rank = j * e + i.
     """
 
-    e: int
-    f: int
+    e: int  # number of parts along E
+    f: int  # number of slices of each expert's hidden size (along F)
     order: ExpertOrder = "slices_inner"
 
     @property
@@ -109,29 +98,16 @@ class ExpertDegrees:
 
 
 def expert_degrees(
-    num_ranks: int,
+    num_ranks: int,  # W
     *,
-    num_experts: int,
-    hidden_dim: int,
-    es_degree: int | None = None,
-    order: ExpertOrder = "slices_inner",
-    num_replicas: int = 1,
-    tp_degree: int = 1,
+    num_experts: int,  # E
+    hidden_dim: int,  # F
+    es_degree: int | None = None,  # f; None: the smallest for which W / f divides E, which is W / gcd(E, W)
+    order: ExpertOrder = "slices_inner",  # see `ExpertDegrees`
+    num_replicas: int = 1,  # copies of the model, for the message
+    tp_degree: int = 1,  # ranks of a copy that share sequences, for the message
 ) -> ExpertDegrees:
-    """Factor the ranks of one copy for the experts of one layer.
-
-    Args:
-        num_ranks: W.
-        num_experts: E.
-        hidden_dim: F.
-        es_degree: f; None: the smallest for which W / f divides E, which is W / gcd(E, W).
-        order: see `ExpertDegrees`.
-        num_replicas: copies of the model, for the message.
-        tp_degree: ranks of a copy that share sequences, for the message.
-
-    Raises:
-        ConfigError: f does not divide W or F, or W / f does not divide E; names the nearest valid choice.
-    """
+    """Factor the ranks of one copy for the experts of one layer."""
     f = num_ranks // math.gcd(num_experts, num_ranks) if es_degree is None else es_degree
     fits = _slices(num_ranks, num_experts, hidden_dim)
     if f in fits:

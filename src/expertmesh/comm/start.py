@@ -26,10 +26,6 @@ def start_group(backend: str, *, timeout_s: float) -> None:
         backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the GPU of the rank's LOCAL_RANK becomes its current
             device.
         timeout_s: timeout of the rendezvous and of every collective.
-
-    Raises:
-        CollectiveError: a rank did not join in time, or could not be reached.
-        ConfigError: this host has more ranks than GPUs.
     """
     if "nccl" in backend:
         _take_gpu()
@@ -80,9 +76,6 @@ def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float
         rank: the rank of this process.
         num_ranks: number of ranks; all must call.
         timeout_s: timeout of the whole exchange.
-
-    Raises:
-        torch.distributed.DistError: a rank did not join in time.
     """
     if rank:
         number = store.add("expertmesh/questions", 1)

@@ -32,10 +32,6 @@ def check_backend(device_type: str, backends: str) -> None:
 
     Args:
         device_type: the device type of the tensors.
-        backends: see `device_type_of`.
-
-    Raises:
-        ConfigError: the group has no backend for this type.
     """
     known = _backend_of(backends)
     if device_type not in known:

@@ -21,15 +21,10 @@ from expertmesh.config.dispatch_options import DispatchDtype
 
 @dataclass(frozen=True)
 class Counts:
-    """Row counts that this rank sends to and receives from each rank of a group.
+    """Row counts that this rank sends to and receives from each rank of a group."""
 
-    Attributes:
-        send: rows to each rank.
-        receive: rows from each rank.
-    """
-
-    send: list[int]
-    receive: list[int]
+    send: list[int]  # rows to each rank
+    receive: list[int]  # rows from each rank
 
     def mirrored(self) -> "Counts":
         """Counts of the return path: send and receive exchanged."""
@@ -75,21 +70,14 @@ class AsyncCounts:
 
 
 def start_all_to_all(
-    x_RD: Tensor,
-    send: Sequence[int] | None,
-    receive: Sequence[int] | None,
-    group: RankGroup,
+    x_RD: Tensor,  # (sum of send, ...) rows, grouped by destination in the order of the group's ranks
+    send: Sequence[int] | None,  # number of rows for each rank; None: equal numbers to and from all ranks
+    receive: Sequence[int] | None,  # number of rows from each rank, or None
+    group: RankGroup,  # the ranks that take part
     *,
-    where: str,
+    where: str,  # layer and purpose, for the byte counter and for errors
 ) -> tuple[Tensor, Pending | None]:
     """Start an all-to-all of rows; not seen by autograd.
-
-    Args:
-        x_RD: (sum of send, ...) rows, grouped by destination in the order of the group's ranks.
-        send: number of rows for each rank; None: equal numbers to and from all ranks.
-        receive: number of rows from each rank, or None.
-        group: the ranks that take part.
-        where: layer and purpose, for the byte counter and for errors.
 
     Returns:
         (sum of receive, ...) rows grouped by source rank, and the handle to wait for.
@@ -148,11 +136,7 @@ class _Messages:
         into[here].copy_(rows[here])
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RuntimeError: a rank is gone or late.
-        """
+        """Wait for all messages."""
         for work in self._works:
             if work is not None:
                 work.wait()
