@@ -162,8 +162,7 @@ def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]
 
 def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
     """Raise ConfigError unless the model is a module that is not yet sharded or wrapped, and `config` is a
-    ParallelConfig.
-    """
+    ParallelConfig."""
     check_module(model)
     fix = "give RunConfig(parallel={...}).parallel"
     check_type("config", config, ParallelConfig, "a ParallelConfig", fix)
@@ -188,8 +187,7 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
 
 def _check_same(model: nn.Module, world: World) -> None:
     """Raise ConfigError unless all ranks have the same parameters, by sums of their bits; models on the meta device
-    pass.
-    """
+    pass."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     parameters = [parameter.detach() for parameter in model.parameters()]
     if world.size == 1 or any(parameter.is_meta for parameter in parameters):
@@ -205,11 +203,7 @@ def _check_same(model: nn.Module, world: World) -> None:
 
 
 def model_device_type(model: nn.Module) -> str | None:
-    """Device type of a model's parameters; None: on the meta device, or no parameters.
-
-    Raises:
-        ConfigError: the model is on another GPU than the current one, where new tensors would be allocated.
-    """
+    """Device type of a model's parameters; None: on the meta device, or no parameters."""
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     if device.type == "cuda":
         check_current(device, torch.cuda.current_device())
@@ -222,9 +216,6 @@ def check_current(device: torch.device, current: int) -> None:
     Args:
         device: device of the model.
         current: index of the current GPU.
-
-    Raises:
-        ConfigError: the device has another index.
     """
     if device.index not in (None, current):
         raise ConfigError(
@@ -359,8 +350,7 @@ def _adapt(
     own: Path | None,
 ) -> None:
     """Let layers choose the dispatch options that the configuration leaves open, and save the plans that they settle
-    on in the user's cache and in the run's `own` file.
-    """
+    on in the user's cache and in the run's `own` file."""
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
     pinned = DispatchOptions(
@@ -415,25 +405,14 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def expert_split(
-    config: ParallelConfig,
+    config: ParallelConfig,  # requested degrees
     *,
-    degrees: DenseDegrees,
-    num_experts: int,
-    hidden_dim: int,
-    ep_degree: int | None,
+    degrees: DenseDegrees,  # the degrees of the dense layers
+    num_experts: int,  # E
+    hidden_dim: int,  # F
+    ep_degree: int | None,  # the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`
 ) -> RouteSplit:
-    """Storage degrees of a layer's experts, and the split that its forwards start from.
-
-    Args:
-        config: requested degrees.
-        degrees: the degrees of the dense layers.
-        num_experts: E.
-        hidden_dim: F.
-        ep_degree: the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`.
-
-    Raises:
-        ConfigError: the degrees do not fit.
-    """
+    """Storage degrees of a layer's experts, and the split that its forwards start from."""
     num_ranks = degrees.num_storage_ranks
     storage = expert_degrees(
         num_ranks,
@@ -459,12 +438,7 @@ def expert_split(
 
 
 def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
-    """Factors of the number of ranks for the dense layers.
-
-    Raises:
-        ConfigError: the product of the degrees is not the number of ranks, or an 8-bit dispatch_dtype is given for one
-            rank.
-    """
+    """Factors of the number of ranks for the dense layers."""
     if config.dispatch_dtype != "same" and num_ranks == 1:
         raise ConfigError(
             "parallel.dispatch_dtype",

@@ -8,20 +8,13 @@ from expertmesh.parallel.huge_pages import zeros_in_huge_pages
 
 
 def give_memory(
-    model: nn.Module,
+    model: nn.Module,  # on the meta device, perhaps sharded by `expertmesh.parallel.apply.parallelize`
     *,
-    device: torch.device | str,
-    offload: bool = False,
-    in_huge_pages: bool = True,
+    device: torch.device | str,  # the device that computes
+    offload: bool = False,  # keep parameters in host memory; buffers are on the device in any case
+    in_huge_pages: bool = True,  # whether large tensors on a CPU get pages of 2 MB; not those that are offloaded
 ) -> None:
-    """Allocate the parameters and buffers of a model, as zeros; initialize or read them next.
-
-    Args:
-        model: on the meta device, perhaps sharded by `expertmesh.parallel.apply.parallelize`.
-        device: the device that computes.
-        offload: keep parameters in host memory; buffers are on the device in any case.
-        in_huge_pages: whether large tensors on a CPU get pages of 2 MB; not those that are offloaded.
-    """
+    """Allocate the parameters and buffers of a model, as zeros; initialize or read them next."""
     home = torch.device("cpu" if offload else device)
     is_huge = in_huge_pages and home.type == "cpu" and not offload
 

@@ -27,9 +27,6 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
         es_degree: slices of each expert; None: the number of ranks if it divides the experts' hidden size (equal work
             on all ranks, whichever experts are chosen), else as few as possible.
 
-    Raises:
-        ConfigError: the degrees do not fit the ranks or a layer, or a layer is sharded already.
-
     Example:
         >>> import torch
         >>> torch.distributed.init_process_group(

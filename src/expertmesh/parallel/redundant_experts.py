@@ -26,45 +26,27 @@ class PlacementCounts:
     """Counters of expert rebalancing.
 
     Attributes:
-        num_rebalances: number of calls of `rebalance`.
-        num_moved: experts that moved to a rank without a copy of them, summed over layers.
         before: balance of each MoE layer (mean load of a rank / largest) for the last counted loads, under the
             placement before the last rebalance.
-        after: balance for the same loads, under the current placement.
     """
 
-    num_rebalances: int
-    num_moved: int
+    num_rebalances: int  # number of calls of `rebalance`
+    num_moved: int  # experts that moved to a rank without a copy of them, summed over layers
     before: list[float]
-    after: list[float]
+    after: list[float]  # balance for the same loads, under the current placement
 
 
 class RedundantExperts:
-    """Experts of a sharded model with slots for redundant copies. Every rank must construct it.
-
-    Args:
-        model: cut by `spread_layers`, with plain parameters (`as_plain`).
-        degrees: parallel degrees of the model.
-        everyone: group of all ranks.
-        nodes: node of each rank.
-        num_redundant: slots per layer beyond one for each expert.
-
-    Raises:
-        ConfigError: the model has no experts over ranks, or the slots do not divide evenly over the parts, or there are
-            too many slots.
-
-    Attributes:
-        counts: counters of rebalancing.
-    """
+    """Experts of a sharded model with slots for redundant copies. Every rank must construct it."""
 
     def __init__(
         self,
-        model: nn.Module,
-        degrees: ServingDegrees,
-        everyone: RankGroup,
+        model: nn.Module,  # cut by `spread_layers`, with plain parameters (`as_plain`)
+        degrees: ServingDegrees,  # parallel degrees of the model
+        everyone: RankGroup,  # group of all ranks
         *,
-        nodes: Sequence[int],
-        num_redundant: int,
+        nodes: Sequence[int],  # node of each rank
+        num_redundant: int,  # slots per layer beyond one for each expert
     ) -> None:
         self._degrees, self._everyone = degrees, everyone
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -101,7 +83,7 @@ class RedundantExperts:
         for number, (layer, loads) in enumerate(zip(self._layers, even, strict=True)):
             self._put(number, layer, self._wanted(layer, loads))
         ones = [1.0] * len(self._layers)
-        self.counts = PlacementCounts(0, 0, ones, list(ones))
+        self.counts = PlacementCounts(0, 0, ones, list(ones))  # counters of rebalancing
 
     @property
     def placements(self) -> list[Placement]:
@@ -113,9 +95,6 @@ class RedundantExperts:
 
         Args:
             loads: tokens per expert of each layer, counted since the last call.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
         """
         counts = self.counts
         counts.num_rebalances += 1

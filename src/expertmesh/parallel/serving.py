@@ -79,9 +79,6 @@ def serving_degrees(
     """Parallel degrees of a model that an engine serves; `unit` divides the hidden size of every slice, see `slice_unit`.
 
     If one of ep_degree and es_degree is unset, it follows from the other; if both are, experts get as few slices as possible.
-
-    Raises:
-        ConfigError: an option has no effect here, or the degrees do not fit.
     """
     for name, value in config.model_dump().items():
         if name not in _OF_ENGINES and value != ParallelConfig.model_fields[name].default:
@@ -143,12 +140,7 @@ ONE_PROCESS = "parallel: says how ranks share a model, and this is one process; 
 
 
 def world_of(config: ParallelConfig, *, device_type: str) -> World:
-    """World of torch's default process group; the group is initialized if torchrun started this process.
-
-    Raises:
-        ConfigError: torchrun did not start this process, and there is no group.
-        CollectiveError: the ranks could not connect.
-    """
+    """World of torch's default process group; the group is initialized if torchrun started this process."""
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             raise ConfigError(ONE_PROCESS)
@@ -182,9 +174,6 @@ def spread_layers(
 
     The model has the same parameters on all ranks, or is on the meta device; call `as_plain` once it has its weights. The
     caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
-
-    Raises:
-        ConfigError: experts are not stacked tensors, or the model has adapters.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():

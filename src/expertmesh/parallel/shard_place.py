@@ -14,17 +14,11 @@ from expertmesh.parallel.matrices import own_part
 
 @dataclass(frozen=True)
 class Place:
-    """Offsets and sizes of a shard in a whole tensor.
+    """Offsets and sizes of a shard in a whole tensor."""
 
-    Attributes:
-        shape: shape of the whole tensor.
-        offsets: first index of the shard along each axis.
-        sizes: shape of the shard.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offsets: tuple[int, ...]  # first index of the shard along each axis
+    sizes: tuple[int, ...]  # shape of the shard
 
     @property
     def box(self) -> tuple[slice, ...]:

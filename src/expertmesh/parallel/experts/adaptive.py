@@ -172,26 +172,16 @@ def may_choose(layer: MoELayer) -> bool:
 
 
 def adapt(
-    layers: Sequence[MoELayer],
-    pinned: DispatchOptions,
-    network: Network,
+    layers: Sequence[MoELayer],  # sharded layers; those without a choice (`may_choose`) keep their options
+    pinned: DispatchOptions,  # options that are fixed
+    network: Network,  # the links
     *,
-    num_gathers: int,
-    resting_bytes: float = 0.0,
-    known: Mapping[str, DispatchOptions] | None = None,
-    on_settled: Any = None,
+    num_gathers: int,  # gathers of the weights per step, see `LayerShape`
+    resting_bytes: float = 0.0,  # memory that the model will still allocate permanently on this rank
+    known: Mapping[str, DispatchOptions] | None = None,  # settled plans, by shape and bucket
+    on_settled: Any = None,  # called with all settled plans when there is a new one
 ) -> None:
-    """Let sharded layers choose their dispatch options; every rank must call, with equal arguments.
-
-    Args:
-        layers: sharded layers; those without a choice (`may_choose`) keep their options.
-        pinned: options that are fixed.
-        network: the links.
-        num_gathers: gathers of the weights per step, see `LayerShape`.
-        resting_bytes: memory that the model will still allocate permanently on this rank.
-        known: settled plans, by shape and bucket.
-        on_settled: called with all settled plans when there is a new one.
-    """
+    """Let sharded layers choose their dispatch options; every rank must call, with equal arguments."""
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
     settled: dict[str, DispatchOptions] = dict(known or {})
     probe: tuple[float, float] | None = None

@@ -32,32 +32,20 @@ from expertmesh.parallel.experts.exchange import added_over_ranks
 
 @dataclass
 class StepSizes:
-    """Sizes of the current step that all ranks know.
+    """Sizes of the current step that all ranks know."""
 
-    Attributes:
-        most_tokens: tokens of the largest tensor group; at least 1.
-        rows: rows of logits of each tensor group.
-    """
-
-    most_tokens: int = 1
-    rows: list[int] = field(default_factory=list)
+    most_tokens: int = 1  # tokens of the largest tensor group; at least 1
+    rows: list[int] = field(default_factory=list)  # rows of logits of each tensor group
 
 
 @dataclass(frozen=True)
 class ServingGroups:
-    """Process groups of this rank in an engine.
+    """Process groups of this rank in an engine."""
 
-    Attributes:
-        everyone: all p ranks.
-        column: the p / L ranks with this rank's index in their tensor groups.
-        row: the tensor group: L neighbours with the same tokens.
-        leaders: the first rank of each tensor group; for any other rank, itself alone.
-    """
-
-    everyone: RankGroup
-    column: RankGroup
-    row: RankGroup
-    leaders: RankGroup
+    everyone: RankGroup  # all p ranks
+    column: RankGroup  # the p / L ranks with this rank's index in their tensor groups
+    row: RankGroup  # the tensor group: L neighbours with the same tokens
+    leaders: RankGroup  # the first rank of each tensor group; for any other rank, itself alone
 
     @property
     def number(self) -> int:
@@ -67,15 +55,10 @@ class ServingGroups:
 
 @dataclass(frozen=True)
 class SlotTables:
-    """Slots of the copies of experts, on the device.
+    """Slots of the copies of experts, on the device."""
 
-    Attributes:
-        slot_EC: (E + 1, C) slots of each expert, repeated to C entries; the last row has none.
-        copies_E: (E + 1,) number of copies.
-    """
-
-    slot_EC: Tensor
-    copies_E: Tensor
+    slot_EC: Tensor  # (E + 1, C) slots of each expert, repeated to C entries; the last row has none
+    copies_E: Tensor  # (E + 1,) number of copies
 
     @classmethod
     def of(cls, placement: Placement, *, device: torch.device) -> "SlotTables":
@@ -101,36 +84,24 @@ class CoordinatedDispatcher:
     """Dispatcher of the coordinated all-to-all. A `TokenDispatcher`.
 
     Attributes:
-        groups: process groups of this rank.
-        sizes: sizes of the current step.
-        num_experts: E.
-        first_expert: global id of the first expert that this rank computes, or a slice of; with `tables` its first
-            slot.
-        num_local: number of experts, or slots, that it computes.
         is_split: True if the ranks of a column hold all experts: each rank of a tensor group then sends its part of the
             tokens, and the group all-gathers the sums. False: every rank of the group sends all of its tokens, and
             their sums are added.
-        is_exact: whether each choice is sent home on its own, so that sums have the bits of one process.
-        layer: name for errors and the byte counter.
-        tables: slots of copies of experts; None: no copies.
     """
 
-    groups: ServingGroups
-    sizes: StepSizes
-    num_experts: int
+    groups: ServingGroups  # process groups of this rank
+    sizes: StepSizes  # sizes of the current step
+    num_experts: int  # E
+    # global id of the first expert that this rank computes, or a slice of; with `tables` its first slot
     first_expert: int
-    num_local: int
+    num_local: int  # number of experts, or slots, that it computes
     is_split: bool
-    is_exact: bool
-    layer: str
-    tables: SlotTables | None = None
+    is_exact: bool  # whether each choice is sent home on its own, so that sums have the bits of one process
+    layer: str  # name for errors and the byte counter
+    tables: SlotTables | None = None  # slots of copies of experts; None: no copies
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
-        """Start the dispatch of tokens.
-
-        Raises:
-            CollectiveError: a rank is gone.
-        """
+        """Start the dispatch of tokens."""
         return CoordinatedRoundTrip(self, tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:

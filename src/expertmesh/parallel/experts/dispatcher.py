@@ -68,10 +68,8 @@ class ShardedRoundTrip:
     """Dispatch of tokens and gather of weights of one call, under way. A `RoundTrip`.
 
     Args:
-        dispatch_handles: dispatch handles of the parts of the tokens. While experts compute one part, the next is dispatched
-            and the one before is combined.
-        storage: storage of the weights.
-        gathered: weights that are being gathered; None: the experts use their own.
+        dispatch_handles: dispatch handles of the parts of the tokens. While experts compute one part, the next is
+            dispatched and the one before is combined.
         staying: choices of hot experts, computed while tokens travel; None: no hot experts.
         when_over: callbacks that receive the result at the end of the forward.
     """
@@ -79,8 +77,8 @@ class ShardedRoundTrip:
     def __init__(
         self,
         dispatch_handles: Sequence[DispatchHandle],
-        storage: ExpertShards,
-        gathered: WeightsInUse | None,
+        storage: ExpertShards,  # storage of the weights
+        gathered: WeightsInUse | None,  # weights that are being gathered; None: the experts use their own
         staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
@@ -89,11 +87,7 @@ class ShardedRoundTrip:
 
     @_never_compiled
     def advance(self) -> None:
-        """Send the rows once the other ranks' row counts are known.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Send the rows once the other ranks' row counts are known."""
         with phase("dispatch"):
             self._dispatch_handles[0].advance()
 
@@ -147,29 +141,22 @@ class ExpertDispatcher:
     """Dispatches tokens to the ranks that hold a layer's experts. A `TokenDispatcher`.
 
     Args:
-        storage: storage of the experts' parameters.
-        num_experts: E.
         way: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
             equals flat where all ranks that share tokens are on one node, or each on its own node.
-        nodes: node of each rank of the world; None: from torchrun.
-        network: links for the cost model of all_to_all="auto".
         exchanges: factory of the exchange of a route, such as `partial(Fixed, bound=16)`, whose sizes the host never
             waits for; None: chosen among `Alone`, `Hierarchical` and `Ragged`.
         dispatch_dtype: dtype of dispatched tokens: their own ("same"), or 8 bits with a scale per 128 elements ("int8",
             "float8_e4m3"). Outputs and gradients travel in their own dtype.
-
-    Raises:
-        ConfigError: route_degree does not divide the ranks, an option has no such value, or two options conflict.
     """
 
     def __init__(
         self,
-        storage: ExpertShards,
+        storage: ExpertShards,  # storage of the experts' parameters
         *,
-        num_experts: int,
+        num_experts: int,  # E
         way: DispatchOptions = AS_USUAL,
-        nodes: Sequence[int] | None = None,
-        network: Network = USUAL_NETWORK,
+        nodes: Sequence[int] | None = None,  # node of each rank of the world; None: from torchrun
+        network: Network = USUAL_NETWORK,  # links for the cost model of all_to_all="auto"
         exchanges: Callable[[Route], Exchange] | None = None,
         dispatch_dtype: DispatchDtype = "same",
     ) -> None:
@@ -198,9 +185,6 @@ class ExpertDispatcher:
         Args:
             route_degree: ranks that tokens travel over; None: the default.
             is_flat: flat (True) or hierarchical all-to-all; None: the default.
-
-        Raises:
-            ConfigError: route_degree does not divide the ranks.
         """
         degree = self.usual.route_degree if route_degree is None else route_degree
         assert degree is not None
@@ -278,11 +262,7 @@ class ExpertDispatcher:
         return total
 
     def _check(self, way: DispatchOptions) -> None:
-        """Raise ConfigError for options that no call can have.
-
-        Raises:
-            ConfigError: see `start`.
-        """
+        """Raise ConfigError for options that no call can have."""
         check_way(
             way,
             num_experts=self.num_experts,
@@ -292,13 +272,7 @@ class ExpertDispatcher:
 
     @_never_compiled
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
-        """Start to dispatch tokens and to gather weights; see `TokenDispatcher`.
-
-        Raises:
-            ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
-                replicated_experts, or more tokens than the exchange takes.
-            CollectiveError: a rank is gone or late.
-        """
+        """Start to dispatch tokens and to gather weights; see `TokenDispatcher`."""
         chosen = self._choose(way, tokens)
         exchange = self.exchange(chosen.route_degree, is_flat=chosen.is_flat)
         when_over = []
@@ -349,7 +323,6 @@ class ExpertDispatcher:
         """Number of pieces in which a part of the tokens crosses nodes; the same on all ranks.
 
         Args:
-            top_k: K.
             x_TD: tokens of the call; only D and the dtype are used, because T may differ between ranks.
             num_parts: number of parts of the call.
         """

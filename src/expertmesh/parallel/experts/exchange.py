@@ -34,25 +34,15 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Route:
-    """Ranks that tokens travel over under one split.
-
-    Attributes:
-        split: the split.
-        group: ranks that share their tokens.
-        num_experts: E.
-        first_expert: global id of the first expert that this rank computes.
-        places: rank in the group of [block of experts][slice].
-        layer: name for errors and the byte counter.
-        payload: dtype of dispatched tokens.
-    """
+    """Ranks that tokens travel over under one split."""
 
     split: RouteSplit
-    group: RankGroup
-    num_experts: int
-    first_expert: int
-    places: list[list[int]]
-    layer: str
-    payload: DispatchDtype = "same"
+    group: RankGroup  # ranks that share their tokens
+    num_experts: int  # E
+    first_expert: int  # global id of the first expert that this rank computes
+    places: list[list[int]]  # rank in the group of [block of experts][slice]
+    layer: str  # name for errors and the byte counter
+    payload: DispatchDtype = "same"  # dtype of dispatched tokens
 
     @property
     def num_local(self) -> int:
@@ -237,11 +227,7 @@ class AllReduceExchange(Exchange):
     def start_parts(
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Keep all tokens in one part.
-
-        Raises:
-            ConfigError: gradients are enabled, which would be counted once per rank.
-        """
+        """Keep all tokens in one part."""
         if torch.is_grad_enabled() and (
             tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad
         ):
@@ -275,9 +261,6 @@ class Fixed(Exchange):
     Args:
         route: ranks of the tokens.
         bound: maximum number of tokens of a rank per call.
-
-    Raises:
-        ConfigError: the route sends tokens in 8 bits.
     """
 
     def __init__(self, route: Route, bound: int) -> None:
@@ -292,9 +275,6 @@ class Fixed(Exchange):
         self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[DispatchHandle]:
         """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks' experts.
-
-        Raises:
-            ConfigError: there are more tokens than the bound.
         """
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:

@@ -17,37 +17,20 @@ from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shard
 
 
 def check_spread(
-    layer: MoELayer,
-    num_ranks: int,
+    layer: MoELayer,  # the layer before it is sharded
+    num_ranks: int,  # number of ranks of the world
     *,
-    num_replicas: int = 1,
-    es_degree: int | None = None,
-    order: ExpertOrder = "slices_inner",
-    keep: Keep = "until_backward",
+    num_replicas: int = 1,  # replicas of the experts
+    es_degree: int | None = None,  # slices of each expert
+    order: ExpertOrder = "slices_inner",  # assignment of parts to ranks
+    keep: Keep = "until_backward",  # lifetime of gathered weights
     way: DispatchOptions = AS_USUAL,
-    has_exchange: bool = False,
-    nodes: Sequence[int] | None = None,
-    dispatch_dtype: DispatchDtype = "same",
-    offload: bool = False,
+    has_exchange: bool = False,  # whether the exchange is given, and not chosen by `all_to_all`
+    nodes: Sequence[int] | None = None,  # node of each rank
+    dispatch_dtype: DispatchDtype = "same",  # dtype of dispatched tokens
+    offload: bool = False,  # whether parameters rest in host memory
 ) -> ExpertDegrees:
-    """Degrees of a layer's experts on the ranks of one replica; see `spread_experts` for the arguments.
-
-    Args:
-        layer: the layer before it is sharded.
-        num_ranks: number of ranks of the world.
-        num_replicas: replicas of the experts.
-        es_degree: slices of each expert.
-        order: assignment of parts to ranks.
-        keep: lifetime of gathered weights.
-        way: dispatch options.
-        has_exchange: whether the exchange is given, and not chosen by `all_to_all`.
-        nodes: node of each rank.
-        dispatch_dtype: dtype of dispatched tokens.
-        offload: whether parameters rest in host memory.
-
-    Raises:
-        ConfigError: the degrees do not fit, an option has no such value, or the layer is sharded already.
-    """
+    """Degrees of a layer's experts on the ranks of one replica; see `spread_experts` for the arguments."""
     name = f"layer {layer.layer_index}"
     if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, whose module imports this one
         raise ConfigError(
@@ -96,11 +79,7 @@ def check_spread(
 
 
 def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_ranks: int) -> None:
-    """Check options of a dispatcher; see `ExpertDispatcher`.
-
-    Raises:
-        ConfigError: an option has no such value.
-    """
+    """Check options of a dispatcher; see `ExpertDispatcher`."""
     check_choice("dispatch_dtype", dispatch_dtype, get_args(DispatchDtype))
     if nodes is not None and len(nodes) != num_ranks:
         raise ConfigError(
@@ -115,11 +94,6 @@ def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange
     Args:
         way: options of a call, or the defaults of a dispatcher.
         num_experts: E.
-        stay: see `ExpertShards.stay`.
-        has_exchange: see `check_spread`.
-
-    Raises:
-        ConfigError: an option has no such value, or two options conflict.
     """
     fix = "use 1 to send all tokens at once"
     Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)

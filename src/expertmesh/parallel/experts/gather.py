@@ -40,19 +40,12 @@ SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 
 
 class ShardSource(GatheredLayer, Protocol):
-    """Owner of shards that can be gathered.
+    """Owner of shards that can be gathered."""
 
-    Attributes:
-        layer: name for errors and the byte counter.
-        names: names of the parameters, in the order of their shards.
-        activation: activation of the experts.
-        replicas: ranks that hold the same shards.
-    """
-
-    layer: str
-    names: list[str]
-    activation: str
-    replicas: RankGroup
+    layer: str  # name for errors and the byte counter
+    names: list[str]  # names of the parameters, in the order of their shards
+    activation: str  # activation of the experts
+    replicas: RankGroup  # ranks that hold the same shards
 
     def shards(self) -> list[Tensor]:
         """Local shard of each parameter."""
@@ -64,19 +57,12 @@ class ShardSource(GatheredLayer, Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the gathered shards of one split on this rank.
+    """Layout of the gathered shards of one split on this rank."""
 
-    Attributes:
-        group: ranks that share their shards.
-        order: slice j of part i is the shard of the group's rank order[j][i].
-        offset_f: first slice that this rank computes.
-        num_f: total number of slices.
-    """
-
-    group: RankGroup
-    order: tuple[tuple[int, ...], ...]
-    offset_f: int
-    num_f: int
+    group: RankGroup  # ranks that share their shards
+    order: tuple[tuple[int, ...], ...]  # slice j of part i is the shard of the group's rank order[j][i]
+    offset_f: int  # first slice that this rank computes
+    num_f: int  # total number of slices
 
     @property
     def ranks(self) -> list[int]:
@@ -263,28 +249,22 @@ class GatheredWeights:
     """Gathered weights of one layer in one forward, under one split.
 
     Args:
-        source: owner of the shards.
-        layout: layout of the split.
-        dtype: dtype of the gathered weights.
-        key: split and dtype, which identify gathers of a layer.
-        prefetcher: gathers dropped weights again in the backward.
         buffers: factory of the layout's gradient buffers; several forwards may share them, because backwards run one at
             a time.
-        drops: whether weights are freed after the forward, and gathered again in the backward.
         main_grads: returns the main gradients that shards' gradients are added to instead of `.grad`; called in each
             backward.
     """
 
     def __init__(
         self,
-        source: ShardSource,
-        layout: Layout,
+        source: ShardSource,  # owner of the shards
+        layout: Layout,  # layout of the split
         dtype: torch.dtype,
         *,
-        key: GatherKey,
-        prefetcher: Prefetcher,
+        key: GatherKey,  # split and dtype, which identify gathers of a layer
+        prefetcher: Prefetcher,  # gathers dropped weights again in the backward
         buffers: Callable[[torch.device], GradientBuffers],
-        drops: bool,
+        drops: bool,  # whether weights are freed after the forward, and gathered again in the backward
         main_grads: Callable[[], WeightGradients | None],
     ) -> None:
         self.source, self.layout, self.dtype, self.key = source, layout, dtype, key
@@ -310,7 +290,6 @@ class GatheredWeights:
         """Parameters of the experts that this rank computes, from gathered weights; differentiable.
 
         Args:
-            whole: the gathered weights.
             num_calls: calls of the experts with these weights, whose gradients are added.
         """
         flat = list(chain.from_iterable(whole))

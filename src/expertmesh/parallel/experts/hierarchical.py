@@ -38,15 +38,10 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of the ranks of a route.
+    """Nodes of the ranks of a route."""
 
-    Attributes:
-        members: for each node, the indices of its ranks in the route's group, ascending.
-        inside: group of the route's ranks on this rank's node, in the same order.
-    """
-
-    members: list[list[int]]
-    inside: RankGroup
+    members: list[list[int]]  # for each node, the indices of its ranks in the route's group, ascending
+    inside: RankGroup  # group of the route's ranks on this rank's node, in the same order
 
     def of(self, place: int) -> int:
         """Node of a rank (index in the route's group)."""
@@ -179,8 +174,7 @@ class _NodeDispatch(DispatchHandle):
 
     def _new_counts_PC(self, place_TJ: Tensor) -> Tensor:  # noqa: N802
         """(P, C) per rank: rows sent across to it; copies and live slots meant for it; copies that it forwards to each
-        rank of its node for this rank.
-        """
+        rank of its node for this rank."""
         route, nodes, device = self._route, self._nodes, place_TJ.device
         P, here = route.group.size, route.group.rank
         copies_P = count_all_choices(place_TJ, P)

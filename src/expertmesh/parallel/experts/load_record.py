@@ -18,21 +18,13 @@ FIRST_TOKENS = 4096.0
 
 @dataclass(frozen=True)
 class Chosen:
-    """Dispatch options of one call.
+    """Dispatch options of one call."""
 
-    Attributes:
-        route_degree: ranks that tokens travel over.
-        num_parts: parts that the tokens travel in.
-        is_flat: whether the all-to-all is flat.
-        hot: experts whose weights come to the tokens.
-        num_pieces: pieces in which a part crosses nodes.
-    """
-
-    route_degree: int
-    num_parts: int
-    is_flat: bool
-    hot: tuple[int, ...]
-    num_pieces: int = 1
+    route_degree: int  # ranks that tokens travel over
+    num_parts: int  # parts that the tokens travel in
+    is_flat: bool  # whether the all-to-all is flat
+    hot: tuple[int, ...]  # experts whose weights come to the tokens
+    num_pieces: int = 1  # pieces in which a part crosses nodes
 
 
 class _Waiting:
@@ -74,11 +66,7 @@ class Repetitions:
         return over
 
     def chosen(self) -> Chosen:
-        """Options of the forward that is repeated now.
-
-        Raises:
-            ConfigError: forwards with different options are waiting for their backward.
-        """
+        """Options of the forward that is repeated now."""
         # including those whose backward has begun: the repeated one may be among them
         waiting = {call.chosen for call in self._waiting}
         if len(waiting) > 1:
@@ -133,7 +121,6 @@ class LoadRecord:
         """Load of the last call for the cost model; None: no call, or no choices.
 
         Args:
-            top_k: K.
             capacity_factor: capacity factor of the call, which caps each expert's share; None: dropless.
         """
         counts = self.counts()

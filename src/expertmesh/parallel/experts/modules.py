@@ -29,11 +29,7 @@ def module_degrees(
     route_degree: int | None = None,
     offload: bool = False,
 ) -> ExpertDegrees:
-    """Degrees of W ranks that hold user modules: each rank has E / W of them, whole.
-
-    Raises:
-        ConfigError: W does not divide E, or an option would cut, move or gather their parameters.
-    """
+    """Degrees of W ranks that hold user modules: each rank has E / W of them, whole."""
     if num_experts % num_ranks:
         raise ConfigError(
             f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, as many as "
@@ -60,25 +56,17 @@ class SpreadExpertList(ExpertList):
     """Expert modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
 
     Parameters shared by several modules of a rank stay shared; across ranks each rank has its own.
-
-    Args:
-        experts: all experts; only this rank's are kept.
-        first: index of the first one kept.
-        count: number of experts kept.
-        owners: ranks of one replica, over which norms are summed.
-        replicas: ranks that hold the same modules; gradients are summed over them.
-        layer: name for errors and the byte counter.
     """
 
     def __init__(
         self,
-        experts: ExpertList,
+        experts: ExpertList,  # all experts; only this rank's are kept
         *,
-        first: int,
-        count: int,
-        owners: RankGroup,
-        replicas: RankGroup,
-        layer: str,
+        first: int,  # index of the first one kept
+        count: int,  # number of experts kept
+        owners: RankGroup,  # ranks of one replica, over which norms are summed
+        replicas: RankGroup,  # ranks that hold the same modules; gradients are summed over them
+        layer: str,  # name for errors and the byte counter
     ) -> None:
         super().__init__((), backend=experts.backend)
         for index in range(first, first + count):
@@ -172,15 +160,7 @@ MODULES_STAY = "experts that are modules of your own"
 
 
 def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
-    """Number of modules that each rank keeps.
-
-    Args:
-        experts: all modules.
-        degrees: degrees from `module_degrees`.
-
-    Raises:
-        ConfigError: all modules of one rank lack parameters, while another rank has some.
-    """
+    """Number of modules that each rank keeps."""
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
     absent = [
@@ -206,30 +186,19 @@ def _empty(strangers: Iterable[nn.Parameter]) -> None:
 
 
 class ExpertModules(ExpertShards):
-    """Holds user modules as experts; nothing is gathered.
-
-    Args:
-        experts: all modules; `SpreadExpertList` keeps this rank's.
-        world: all ranks; every one must construct this.
-        degrees: degrees from `module_degrees`.
-        layer: name for errors and the byte counter.
-        plain: see `ExpertShards`.
-
-    Raises:
-        ConfigError: all modules of one rank lack parameters, while another rank has some.
-    """
+    """Holds user modules as experts; nothing is gathered."""
 
     casts_tokens = False
     stay = MODULES_STAY
 
     def __init__(
         self,
-        experts: ExpertList,
-        world: World,
+        experts: ExpertList,  # all modules; `SpreadExpertList` keeps this rank's
+        world: World,  # all ranks; every one must construct this
         degrees: ExpertDegrees,
         *,
-        layer: str,
-        plain: bool = False,
+        layer: str,  # name for errors and the byte counter
+        plain: bool = False,  # see `ExpertShards`
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         count = check_modules(experts, degrees)
@@ -248,11 +217,7 @@ class ExpertModules(ExpertShards):
         """Do nothing: no weights are kept."""
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> None:
-        """Check the split, and that no wrapper took the parameters; no weights are gathered.
-
-        Raises:
-            ConfigError: the split would move the modules, or see `check_left_alone`.
-        """
+        """Check the split, and that no wrapper took the parameters; no weights are gathered."""
         check_left_alone(self.modules, layer=self.layer)
         W = self.degrees.num_ranks
         if split.route_degree != W:

@@ -12,9 +12,6 @@ class OwnedParameter(nn.Parameter):
     """Whole parameter that no other rank of a group has; each rank has its own ones.
 
     The norm of a model's gradient is therefore a sum over the group, while plain parameters are equal on every rank.
-
-    Attributes:
-        owners: the group.
     """
 
     owners: RankGroup
@@ -39,11 +36,7 @@ class OwnedParameter(nn.Parameter):
 
 
 def refuse_engine(layer: str, *_: object) -> None:
-    """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else.
-
-    Raises:
-        ConfigError: always.
-    """
+    """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else."""
     raise ConfigError(
         f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different experts; "
         "give deepspeed.initialize a model of expertmesh.integrations.deepspeed.MoE that was not spread"
@@ -56,9 +49,6 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
     Args:
         experts: this rank's modules, at the start of a forward.
         layer: name for errors.
-
-    Raises:
-        ConfigError: a parameter was replaced (fully_shard) or added, or DistributedDataParallel does not ignore it.
     """
     own = list(experts.parameters())
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):

@@ -30,11 +30,7 @@ _AXES = {**SLICED_AXIS, "w_in_scale": 2, "w_out_scale": 2}
 def check_packed(
     experts: GroupedExperts, degrees: ExpertDegrees, *, offload: bool, layer: str
 ) -> None:
-    """Check that packed experts can be sharded.
-
-    Raises:
-        ConfigError: slices would part the numbers that share a scale, or tensors would rest in host memory.
-    """
+    """Check that packed experts can be sharded."""
     _, _, F, _ = experts.shape
     unit = FORMATS[experts.format].unit(experts.weights().slices()[0])
     if degrees.f > 1 and F // degrees.f % unit:
@@ -90,32 +86,20 @@ class PackedGather:
 
 
 class PackedShards(ExpertShards):
-    """Shards the tensors of packed experts, and gathers them, as they are, for a `RouteSplit`.
-
-    Args:
-        experts: their tensors are replaced by shards; on the meta device nothing is allocated.
-        world: all ranks; every one must construct it.
-        degrees: how the W ranks of one replica hold the experts.
-        layer: name for errors and the byte counter.
-        plain: see `ExpertShards`.
-        route_degree: see `RouteSplit`; adapters of experts serve no other.
-
-    Raises:
-        ConfigError: see `check_packed`.
-    """
+    """Shards the tensors of packed experts, and gathers them, as they are, for a `RouteSplit`."""
 
     casts_tokens = True
     stay = PACKED_STAY
 
     def __init__(
         self,
-        experts: GroupedExperts,
-        world: World,
-        degrees: ExpertDegrees,
+        experts: GroupedExperts,  # their tensors are replaced by shards; on the meta device nothing is allocated
+        world: World,  # all ranks; every one must construct it
+        degrees: ExpertDegrees,  # how the W ranks of one replica hold the experts
         *,
-        layer: str,
-        plain: bool = False,
-        route_degree: int | None = None,
+        layer: str,  # name for errors and the byte counter
+        plain: bool = False,  # see `ExpertShards`
+        route_degree: int | None = None,  # see `RouteSplit`; adapters of experts serve no other
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_packed(experts, degrees, offload=False, layer=layer)

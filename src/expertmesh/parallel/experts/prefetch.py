@@ -49,17 +49,11 @@ class GatheredLayer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LayerTurn:
-    """Turn of a layer in a forward, if its backward will gather again.
-
-    Attributes:
-        layer: the layer.
-        key: key of its gather.
-        previous: the turn before it in the same forward.
-    """
+    """Turn of a layer in a forward, if its backward will gather again."""
 
     layer: GatheredLayer
     key: GatherKey
-    previous: "LayerTurn | None"
+    previous: "LayerTurn | None"  # the turn before it in the same forward
 
 
 @dataclass(frozen=True)

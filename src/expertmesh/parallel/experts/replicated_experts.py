@@ -26,38 +26,23 @@ Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
 
 
 class ReplicatedWeights:
-    """Weights of hot experts, under way to all ranks, and their gradients under way back.
-
-    Args:
-        names: names of the parameters.
-        activation: activation of the experts.
-        shards: local shard of each parameter, (E / e, ...).
-        hot: ids of the experts, the same on all ranks, not empty.
-        degrees: how the ranks of one replica hold the experts.
-        rank: rank of this process in its replica.
-        dtype: dtype in which the weights are sent.
-        copy: ranks of this replica.
-        everyone: all ranks.
-        deposit: delivers gradients.
-        bring: copies a shard to the compute device.
-        layer: name for errors and the byte counter.
-    """
+    """Weights of hot experts, under way to all ranks, and their gradients under way back."""
 
     def __init__(
         self,
-        names: Sequence[str],
-        activation: str,
-        shards: Sequence[Tensor],
-        hot: Sequence[int],
+        names: Sequence[str],  # names of the parameters
+        activation: str,  # activation of the experts
+        shards: Sequence[Tensor],  # local shard of each parameter, (E / e, ...)
+        hot: Sequence[int],  # ids of the experts, the same on all ranks, not empty
         *,
-        degrees: ExpertDegrees,
-        rank: int,
-        dtype: torch.dtype,
-        copy: RankGroup,
-        everyone: RankGroup,
-        deposit: Deposit,
-        bring: Callable[[Tensor], Tensor],
-        layer: str,
+        degrees: ExpertDegrees,  # how the ranks of one replica hold the experts
+        rank: int,  # rank of this process in its replica
+        dtype: torch.dtype,  # dtype in which the weights are sent
+        copy: RankGroup,  # ranks of this replica
+        everyone: RankGroup,  # all ranks
+        deposit: Deposit,  # delivers gradients
+        bring: Callable[[Tensor], Tensor],  # copies a shard to the compute device
+        layer: str,  # name for errors and the byte counter
     ) -> None:
         self.names, self.hot, self.layer = names, tuple(hot), layer
         self._shards, self._degrees, self._everyone = shards, degrees, everyone

@@ -159,23 +159,13 @@ ADAPTERS_STAY = "low-rank adapters"
 
 
 def check_shards(
-    experts: GroupedExperts,
-    degrees: ExpertDegrees,
+    experts: GroupedExperts,  # experts with their full parameters
+    degrees: ExpertDegrees,  # see `ExpertStorage`
     *,
-    offload: bool,
-    layer: str,
+    offload: bool,  # whether shards rest in host memory
+    layer: str,  # name for errors
 ) -> None:
-    """Check that the parameters of grouped experts can be sharded, before any is.
-
-    Args:
-        experts: experts with their full parameters.
-        degrees: see `ExpertStorage`.
-        offload: whether shards rest in host memory.
-        layer: name for errors.
-
-    Raises:
-        ConfigError: a parameter cannot be cut evenly, or the options do not support low-rank adapters.
-    """
+    """Check that the parameters of grouped experts can be sharded, before any is."""
     for name, axis in SLICED_AXIS.items():
         full = getattr(experts, name)
         for cut, parts in ((0, degrees.e), (axis, degrees.f)):
@@ -197,20 +187,11 @@ class ExpertStorage(ExpertShards):
 
     Args:
         experts: their full parameters are replaced by shards; on the meta device nothing is allocated.
-        world: all ranks; every one must construct the storage.
-        degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
         keep: lifetime of gathered weights. "until_step": until a parameter changes, so that all micro-batches of a step
             share one gather (requires `follow`); "until_backward": until the backward of the forward that gathered
             them; "regather": until the experts have run, with a second gather in the backward.
-        layer: name for errors and the byte counter.
-        prefetcher: prefetcher of the model, for gathers one layer ahead; None: no prefetch.
         device: compute device if shards, gradients and optimizer state rest in host memory; None: they rest on the
             parameters' device.
-        plain: see `ExpertShards`.
-        route_degree: see `RouteSplit`; adapters of experts serve no other.
-
-    Raises:
-        ConfigError: a parameter cannot be cut evenly.
     """
 
     casts_tokens = True
@@ -218,15 +199,15 @@ class ExpertStorage(ExpertShards):
     def __init__(
         self,
         experts: GroupedExperts,
-        world: World,
-        degrees: ExpertDegrees,
+        world: World,  # all ranks; every one must construct the storage
+        degrees: ExpertDegrees,  # how the W ranks of one replica hold the experts; there are world.size / W replicas
         *,
         keep: Keep = "until_backward",
-        layer: str = "experts",
-        prefetcher: Prefetcher | None = None,
+        layer: str = "experts",  # name for errors and the byte counter
+        prefetcher: Prefetcher | None = None,  # prefetcher of the model, for gathers one layer ahead; None: no prefetch
         device: torch.device | None = None,
-        plain: bool = False,
-        route_degree: int | None = None,
+        plain: bool = False,  # see `ExpertShards`
+        route_degree: int | None = None,  # see `RouteSplit`; adapters of experts serve no other
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_shards(

@@ -31,21 +31,13 @@ HOT = 1.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """Class of similar loads.
+    """Class of similar loads."""
 
-    Attributes:
-        trains: whether there is a backward.
-        top_k: K.
-        tokens: tokens of a rank, in half octaves.
-        fullness: rows of the fullest rank / mean, in half octaves.
-        capacity_factor: capacity factor of the calls; None: dropless.
-    """
-
-    trains: bool
+    trains: bool  # whether there is a backward
     top_k: int
-    tokens: int
-    fullness: int
-    capacity_factor: float | None = None
+    tokens: int  # tokens of a rank, in half octaves
+    fullness: int  # rows of the fullest rank / mean, in half octaves
+    capacity_factor: float | None = None  # capacity factor of the calls; None: dropless
 
     @staticmethod
     def of(
@@ -77,23 +69,14 @@ def _half_octaves(value: float) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """Dispatch options that a layer may choose from.
+    """Dispatch options that a layer may choose from."""
 
-    Attributes:
-        routes: route shape of each allowed route_degree.
-        overlap_degrees: allowed numbers of parts.
-        kinds: allowed all-to-alls, "flat" before "hierarchical".
-        replicated: allowed numbers of replicated experts.
-        usual: default options.
-        budget_bytes: memory that options may need beside the shards.
-    """
-
-    routes: Mapping[int, RouteShape]
-    overlap_degrees: Sequence[int]
-    kinds: Sequence[AllToAll]
-    replicated: Sequence[int]
-    usual: DispatchOptions
-    budget_bytes: float
+    routes: Mapping[int, RouteShape]  # route shape of each allowed route_degree
+    overlap_degrees: Sequence[int]  # allowed numbers of parts
+    kinds: Sequence[AllToAll]  # allowed all-to-alls, "flat" before "hierarchical"
+    replicated: Sequence[int]  # allowed numbers of replicated experts
+    usual: DispatchOptions  # default options
+    budget_bytes: float  # memory that options may need beside the shards
 
     def ways(self, load: TokenLoad) -> list[DispatchOptions]:
         """All options that differ in effect under a load."""
@@ -129,17 +112,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Effort:
-    """Measuring budget of a bucket.
+    """Measuring budget of a bucket."""
 
-    Attributes:
-        num_starts: number of candidates from the cost model.
-        num_ways: maximum number of candidates, including those found near the fastest.
-        num_trials: counted trials per candidate, after a first one in which groups connect; close candidates get twice
-            as many.
-    """
-
-    num_starts: int = 6
-    num_ways: int = 14
+    num_starts: int = 6  # number of candidates from the cost model
+    num_ways: int = 14  # maximum number of candidates, including those found near the fastest
+    # counted trials per candidate, after a first one in which groups connect; close candidates get twice as many
     num_trials: int = 3
 
 
@@ -149,21 +126,15 @@ class ModelSearch:
 
     Candidates fit in memory and are not `HOPELESS`; the default options may be. If none fits, the default options are
     the only candidate.
-
-    Attributes:
-        choices: allowed options.
-        layer: shape of a layer in training.
-        machine: speeds of the machine.
     """
 
-    choices: Choices
-    layer: LayerShape
-    machine: Machine
+    choices: Choices  # allowed options
+    layer: LayerShape  # shape of a layer in training
+    machine: Machine  # speeds of the machine
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[DispatchOptions]:
         """First candidates, sorted by predicted time: at most `number`, at least one; each route_degree is covered
-        first, then each all-to-all and number of replicated experts.
-        """
+        first, then each all-to-all and number of replicated experts."""
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
@@ -294,14 +265,9 @@ def _simplicity(way: DispatchOptions) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Call whose time is measured.
+    """Call whose time is measured."""
 
-    Attributes:
-        bucket: key of its bucket.
-        way: its dispatch options.
-    """
-
-    bucket: str
+    bucket: str  # key of its bucket
     way: DispatchOptions
 
 
@@ -309,19 +275,16 @@ class Tuner:
     """Chooses dispatch options for all layers of one shape.
 
     Args:
-        search: names candidates.
-        known: settled options by bucket.
         on_settled: called with all settled options when a bucket is settled.
-        effort: measuring budget of a bucket.
     """
 
     def __init__(
         self,
-        search: ModelSearch,
+        search: ModelSearch,  # names candidates
         *,
-        known: Mapping[str, DispatchOptions] | None = None,
+        known: Mapping[str, DispatchOptions] | None = None,  # settled options by bucket
         on_settled: Callable[[Mapping[str, DispatchOptions]], None] | None = None,
-        effort: Effort | None = None,
+        effort: Effort | None = None,  # measuring budget of a bucket
     ) -> None:
         self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
         self.settled: dict[str, DispatchOptions] = dict(known or {})

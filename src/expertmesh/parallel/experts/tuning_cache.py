@@ -19,15 +19,10 @@ _log = logging.getLogger("expertmesh.parallel.experts.tuner")
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks and nodes that a measurement is valid for.
+    """Ranks and nodes that a measurement is valid for."""
 
-    Attributes:
-        device: device type of the tensors, with the device's name.
-        ranks_per_node: number of ranks of each node, in the order of the nodes.
-    """
-
-    device: str
-    ranks_per_node: tuple[int, ...]
+    device: str  # device type of the tensors, with the device's name
+    ranks_per_node: tuple[int, ...]  # number of ranks of each node, in the order of the nodes
 
     @staticmethod
     def of(device: str, nodes: Sequence[int]) -> "Topology":
@@ -68,11 +63,7 @@ def load_network(path: Path) -> Network | None:
 
 
 def network_of(values: Mapping[str, Any]) -> Network:
-    """Links from their JSON.
-
-    Raises:
-        ValueError: a latency or bandwidth is not above 0.
-    """
+    """Links from their JSON."""
     links = [Link(**values[name]) for name in ("inside", "across")]
     if not all(v > 0 for link in links for v in asdict(link).values()):
         raise ValueError("a latency or bandwidth is not above 0")
@@ -89,7 +80,6 @@ def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOption
 
     Args:
         path: path from `plans_path`.
-        model: see `plans_path`.
     """
     can_write = True
 
