@@ -14,10 +14,6 @@ from functools import cached_property
 class Placement:
     """The expert of every slot.
 
-    Attributes:
-        experts: expert of each slot, rank by rank; every expert has at least one slot.
-        num_ranks: number of ranks, which have equally many slots.
-
     Example:
         >>> from expertmesh.costs.eplb import in_order, placed
         >>> loads = [9, 1, 1, 1]
@@ -28,8 +24,8 @@ class Placement:
         ((0, 1, 3, 0, 1, 2), 1.0)
     """
 
-    experts: tuple[int, ...]
-    num_ranks: int
+    experts: tuple[int, ...]  # expert of each slot, rank by rank; every expert has at least one slot
+    num_ranks: int  # number of ranks, which have equally many slots
 
     @property
     def slots_per_rank(self) -> int:
@@ -98,7 +94,6 @@ def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> li
     Args:
         weights: weight of each item; num_packs divides their number.
         kinds: kind of each item.
-        num_packs: number of packs.
 
     Returns:
         Indices of the items of each pack, in the order in which they were packed.
@@ -116,24 +111,17 @@ def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> li
 
 
 def placed(
-    loads: Sequence[float],
+    loads: Sequence[float],  # load of each expert
     *,
-    num_slots: int,
+    num_slots: int,  # slots of all ranks; a multiple of num_ranks, from E to E times the ranks of a node
     num_ranks: int,
-    num_nodes: int = 1,
-    num_groups: int = 1,
+    num_nodes: int = 1,  # number of nodes, with equally many ranks each, in their order; it divides num_ranks
+    num_groups: int = 1,  # number of the router's groups of neighbouring experts
 ) -> Placement:
     """Placement of experts and copies for counted loads.
 
     With several nodes whose number divides num_groups, each group of experts lies on one node, so that the tokens of a
     group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and copies.
-
-    Args:
-        loads: load of each expert.
-        num_slots: slots of all ranks; a multiple of num_ranks, from E to E times the ranks of a node.
-        num_ranks: number of ranks.
-        num_nodes: number of nodes, with equally many ranks each, in their order; it divides num_ranks.
-        num_groups: number of the router's groups of neighbouring experts.
     """
     E = len(loads)
     if num_nodes == 1 or num_groups % num_nodes or E % num_groups:

@@ -29,12 +29,9 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
     """A cluster by its short name, or from a TOML file.
 
     Args:
-        name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device` is a
-            name or a table, and what it leaves out is taken from the known device.
+        name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device`
+            is a name or a table, and what it leaves out is taken from the known device.
         num_gpus: number of devices; None: as the name or file says.
-
-    Raises:
-        ConfigError: the device is unknown, the file is not there, or a number is missing or breaks a rule.
 
     Example:
         >>> from expertmesh.costs.hardware import find_cluster

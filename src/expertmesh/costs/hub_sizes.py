@@ -29,9 +29,6 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
     Args:
         values: the values of a config.json, or of its `text_config`.
         is_part: whether the model is a part, which may lack vocabulary and attention.
-
-    Raises:
-        ConfigError: a size is no whole number, or out of its range; names it.
     """
     least = dict.fromkeys(_OF_PART, 0 if is_part else 1)
     least |= dict.fromkeys(_POSITIVE, 1) | dict.fromkeys(_OR_NONE, 0)
@@ -48,10 +45,6 @@ def check_together(values: Mapping[str, Any]) -> None:
 
     Args:
         values: the values of a config.json, or of its `text_config`, without nulls.
-
-    Raises:
-        ConfigError: heads do not divide what they share, or a token chooses no expert or more than there are.
-        KeyError: a size that these rules need is missing.
     """
     heads = values["num_attention_heads"]
     if heads and "kv_lora_rank" not in values:

@@ -20,31 +20,18 @@ docs/log.md, what a part costs."""
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a MoE layer on W ranks.
+    """Sizes of a MoE layer on W ranks."""
 
-    Attributes:
-        num_experts: E.
-        dim: D.
-        hidden_dim: F.
-        num_matrices: matrices of an expert: 2, or 3 of a gated one.
-        element_bytes: bytes of an element of a dispatched token and of a gathered weight.
-        gradient_bytes: bytes of an element of a weight's gradient.
-        num_ranks: W, the ranks that hold one copy.
-        num_gathers: gathers of the weights per step: 2 where the backward gathers again.
-        trains: whether there is a backward.
-        num_layers: number of such layers in the model, all of which keep activations until their backward.
-    """
-
-    num_experts: int
-    dim: int
-    hidden_dim: int
-    num_matrices: int
-    element_bytes: int
-    gradient_bytes: int
-    num_ranks: int
-    num_gathers: int = 1
-    trains: bool = True
-    num_layers: int = 1
+    num_experts: int  # E
+    dim: int  # D
+    hidden_dim: int  # F
+    num_matrices: int  # matrices of an expert: 2, or 3 of a gated one
+    element_bytes: int  # bytes of an element of a dispatched token and of a gathered weight
+    gradient_bytes: int  # bytes of an element of a weight's gradient
+    num_ranks: int  # W, the ranks that hold one copy
+    num_gathers: int = 1  # gathers of the weights per step: 2 where the backward gathers again
+    trains: bool = True  # whether there is a backward
+    num_layers: int = 1  # number of such layers in the model, all of which keep activations until their backward
 
     @property
     def expert_elements(self) -> int:
@@ -54,36 +41,23 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """Links and speed of a rank.
+    """Links and speed of a rank."""
 
-    Attributes:
-        network: its links.
-        flops_per_s: operations per second of its products.
-        rows_of_a_part: see `ROWS_OF_A_PART`; on a GPU the rows of a tile, since many tiles are not full.
-    """
-
-    network: Network
-    flops_per_s: float
+    network: Network  # its links
+    flops_per_s: float  # operations per second of its products
+    # see `ROWS_OF_A_PART`; on a GPU the rows of a tile, since many tiles are not full
     rows_of_a_part: float = ROWS_OF_A_PART
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of a layer: forward and, in training, backward.
+    """Seconds of one step of a layer: forward and, in training, backward."""
 
-    Attributes:
-        products_s: products of the rank with most rows, in all parts.
-        travel_s: dispatch and combine of tokens.
-        weights_s: gathers of weights and reductions of their gradients.
-        num_parts: number of parts that tokens travel in.
-        across_s: the share of travel_s between nodes.
-    """
-
-    products_s: float
-    travel_s: float
-    weights_s: float
-    num_parts: int = 1
-    across_s: float = 0.0
+    products_s: float  # products of the rank with most rows, in all parts
+    travel_s: float  # dispatch and combine of tokens
+    weights_s: float  # gathers of weights and reductions of their gradients
+    num_parts: int = 1  # number of parts that tokens travel in
+    across_s: float = 0.0  # the share of travel_s between nodes
 
     @property
     def total_s(self) -> float:
@@ -112,8 +86,6 @@ def step_time(
     Args:
         way: dispatch options, all given; "auto" counts as flat.
         route: the ranks of its route_degree.
-        layer: the layer.
-        load: its tokens.
         machine: links and speed of a rank.
     """
     network, W = machine.network, layer.num_ranks

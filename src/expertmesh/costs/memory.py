@@ -23,39 +23,23 @@ FRAGMENTS = 0.05
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of a rank at the peak of a step, on the device and on the host.
+    """Bytes of a rank at the peak of a step, on the device and on the host."""
 
-    Attributes:
-        weights_bytes: parameters between steps.
-        gradients_bytes: their gradients.
-        optimizer_bytes: moments and master copies.
-        gathered_dense_bytes: whole dense weights beside the parts, and their whole gradients where a step keeps them.
-        gathered_experts_bytes: gathered expert weights.
-        copies_bytes: copies of weights in the compute dtype on a single rank, and of offloaded experts.
-        activations_bytes: activations kept for the backward.
-        dispatch_bytes: rows in dispatch, and masks of one-hot dispatch.
-        logits_bytes: logits with their gradient.
-        communication_bytes: a GPU's context and buffers of collectives.
-        allowance_bytes: a GPU's fragmentation.
-        reused_bytes: memory counted twice above: logits are freed before a layer is recomputed.
-        host_bytes: offloaded states of one rank.
-        checkpoint_bytes: a rank's part of a checkpoint, which one copy of the model writes.
-    """
-
-    weights_bytes: float
+    weights_bytes: float  # parameters between steps
     gradients_bytes: float
-    optimizer_bytes: float
+    optimizer_bytes: float  # moments and master copies
+    # whole dense weights beside the parts, and their whole gradients where a step keeps them
     gathered_dense_bytes: float
-    gathered_experts_bytes: float
-    copies_bytes: float
-    activations_bytes: float
-    dispatch_bytes: float
-    logits_bytes: float
-    communication_bytes: float
-    allowance_bytes: float
-    reused_bytes: float
-    host_bytes: float
-    checkpoint_bytes: float
+    gathered_experts_bytes: float  # gathered expert weights
+    copies_bytes: float  # copies of weights in the compute dtype on a single rank, and of offloaded experts
+    activations_bytes: float  # activations kept for the backward
+    dispatch_bytes: float  # rows in dispatch, and masks of one-hot dispatch
+    logits_bytes: float  # logits with their gradient
+    communication_bytes: float  # a GPU's context and buffers of collectives
+    allowance_bytes: float  # a GPU's fragmentation
+    reused_bytes: float  # memory counted twice above: logits are freed before a layer is recomputed
+    host_bytes: float  # offloaded states of one rank
+    checkpoint_bytes: float  # a rank's part of a checkpoint, which one copy of the model writes
 
     @property
     def live_bytes(self) -> float:
@@ -117,7 +101,6 @@ def peak_memory(
     """Peak memory of the rank that has most.
 
     Args:
-        model: the model.
         layout: layout of the run.
         work: sequences, precision and software.
         stage: pipeline stage of the rank; "most": the one that has most.

@@ -32,66 +32,38 @@ def chunk_rows(vocab_size: int, *, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a rank's activations of one micro-batch.
+    """Bytes of a rank's activations of one micro-batch."""
 
-    Attributes:
-        kept: kept by all layers for the backward.
-        recomputed: of the layer that is recomputed.
-        dispatch: rows in dispatch, and masks of one-hot dispatch.
-        logits: logits with their gradient.
-    """
-
-    kept: float
-    recomputed: float = 0.0
-    dispatch: float = 0.0
-    logits: float = 0.0
+    kept: float  # kept by all layers for the backward
+    recomputed: float = 0.0  # of the layer that is recomputed
+    dispatch: float = 0.0  # rows in dispatch, and masks of one-hot dispatch
+    logits: float = 0.0  # logits with their gradient
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a kind of layer, and the number of such layers.
+    """Sizes of a kind of layer, and the number of such layers."""
 
-    Attributes:
-        count: number of these layers.
-        attention_elements: elements of the matrices of attention; a token is multiplied by each once.
-        score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to.
-        kept_width: elements of queries, keys, values and output that attention keeps per token.
-        latent_width: the part of these that latent attention's up-projections make.
-        latent_elements: elements of the matrices of these up-projections.
-        token_share: share of a sequence's tokens that pass the layer, as a source's do an encoder.
-        keys: tokens that a token attends to, where it is not those before it; None: these.
-        cache_width: elements that generation keeps per token.
-        cache_heads: heads of these elements, which tensor parallelism shares out.
-        window: most tokens that a token attends to; None: all before.
-        dense_hidden: hidden size of all dense MLPs of the layer together: dense layer, shared experts, residual MLP.
-        dense_elements: elements of their matrices, and of small ones like gates.
-        num_experts: E; 0: no routed experts.
-        rows_per_token: routed experts that a token passes, K where tokens choose.
-        hidden_dim: F of a routed expert.
-        num_matrices: matrices of an expert: 2, or 3 of a gated one.
-        dense_parameters: parameters beside the routed experts.
-        expert_parameters: parameters of one routed expert.
-    """
-
-    count: int
-    attention_elements: int
+    count: int  # number of these layers
+    attention_elements: int  # elements of the matrices of attention; a token is multiplied by each once
+    # heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to
     score_width: int
-    kept_width: int
-    cache_width: int
-    cache_heads: int
-    window: int | None
-    dense_hidden: int
-    dense_elements: int
-    num_experts: int
-    rows_per_token: float
-    hidden_dim: int
-    num_matrices: int
-    dense_parameters: int
-    expert_parameters: int
-    latent_width: int = 0
-    latent_elements: int = 0
-    token_share: float = 1.0
-    keys: float | None = None
+    kept_width: int  # elements of queries, keys, values and output that attention keeps per token
+    cache_width: int  # elements that generation keeps per token
+    cache_heads: int  # heads of these elements, which tensor parallelism shares out
+    window: int | None  # most tokens that a token attends to; None: all before
+    dense_hidden: int  # hidden size of all dense MLPs of the layer together: dense layer, shared experts, residual MLP
+    dense_elements: int  # elements of their matrices, and of small ones like gates
+    num_experts: int  # E; 0: no routed experts
+    rows_per_token: float  # routed experts that a token passes, K where tokens choose
+    hidden_dim: int  # F of a routed expert
+    num_matrices: int  # matrices of an expert: 2, or 3 of a gated one
+    dense_parameters: int  # parameters beside the routed experts
+    expert_parameters: int  # parameters of one routed expert
+    latent_width: int = 0  # the part of these that latent attention's up-projections make
+    latent_elements: int = 0  # elements of the matrices of these up-projections
+    token_share: float = 1.0  # share of a sequence's tokens that pass the layer, as a source's do an encoder
+    keys: float | None = None  # tokens that a token attends to, where it is not those before it; None: these
 
     def keys_seen(self, seq_len: int) -> float:
         """Mean number of tokens that a token attends to: of a causal sequence itself and those before it."""
@@ -134,29 +106,21 @@ class LayerSizes:
 class ModelSizes:
     """Sizes of a decoder.
 
-    Attributes:
-        dim: D.
-        vocab_size: V.
-        spec: its parameters; of a model with unknown shapes, what `spec_of_layers` makes.
-        blocks: its layers by kind.
-        tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
-        routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
-            choose tokens.
-        logit_share: share of a sequence's tokens that have logits.
-
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
         >>> sizes_of(em.recipe("gpt-1.3b-moe128").model).num_parameters
         52453017600
     """
 
-    dim: int
-    vocab_size: int
-    spec: ModelSpec
-    blocks: tuple[LayerSizes, ...]
+    dim: int  # D
+    vocab_size: int  # V
+    spec: ModelSpec  # its parameters; of a model with unknown shapes, what `spec_of_layers` makes
+    blocks: tuple[LayerSizes, ...]  # its layers by kind
+    # number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes
     tensor_divisor: int = 1
+    # number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts choose tokens
     routing_group: int = 1
-    logit_share: float = 1.0
+    logit_share: float = 1.0  # share of a sequence's tokens that have logits
 
     @cached_property
     def outside_parameters(self) -> int:
@@ -287,9 +251,6 @@ def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
     Args:
         values: the values of config.json.
         is_part: whether the model is a part, which may have 0 heads and a vocabulary of 0.
-
-    Raises:
-        ConfigError: a size is missing, or is none that a model can have.
     """
     found = values.get("text_config") or values
     if not isinstance(found, Mapping):

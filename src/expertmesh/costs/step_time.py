@@ -32,34 +32,23 @@ ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Efficiency of software on the hardware: the fitted constants, each with its bounds in `BOUNDS`.
+    """Efficiency of software on the hardware: the fitted constants, each with its bounds in `BOUNDS`."""
 
-    Attributes:
-        dense: share of the peak that large dense products reach.
-        grouped: share of the peak that products of experts reach when their tiles are full.
-        network: share of the links' bandwidth that collectives reach.
-        element_bytes: bytes that element-wise kernels move per token, layer and element of D, forward and backward.
-        host_s: CPU seconds per layer and micro-batch, forward and backward, with a launch per operation.
-        fused_host: share of host_s that is left with fused operators and CUDA graphs.
-        old: speed of compute with stacks of 2021, relative to today's.
-        hidden: share of overlappable communication that is hidden.
-    """
-
-    dense: float = 0.4221
-    grouped: float = 0.7392
-    network: float = 0.9651
+    dense: float = 0.4221  # share of the peak that large dense products reach
+    grouped: float = 0.7392  # share of the peak that products of experts reach when their tiles are full
+    network: float = 0.9651  # share of the links' bandwidth that collectives reach
+    # bytes that element-wise kernels move per token, layer and element of D, forward and backward
     element_bytes: float = 152.3
-    host_s: float = 0.003144
-    fused_host: float = 0.4153
-    old: float = 0.7907
-    hidden: float = 0.9
+    host_s: float = 0.003144  # CPU seconds per layer and micro-batch, forward and backward, with a launch per operation
+    fused_host: float = 0.4153  # share of host_s that is left with fused operators and CUDA graphs
+    old: float = 0.7907  # speed of compute with stacks of 2021, relative to today's
+    hidden: float = 0.9  # share of overlappable communication that is hidden
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
     """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest.
 
     Args:
-        cluster: the cluster.
         usual: None: as fitted on published rows.
     """
     given = {k: v for k, v in vars(cluster.software).items() if v is not None}
@@ -84,51 +73,28 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class RawStep:
-    """Seconds at the hardware's peaks: per micro-batch, or once per step where the part says so.
+    """Seconds at the hardware's peaks: per micro-batch, or once per step where the part says so."""
 
-    Attributes:
-        dense_s: dense products, the logits among them.
-        grouped_s: products of experts on the fullest rank.
-        attention_s: products of attention with keys and values.
-        element_s: element-wise kernels, for one byte per token, layer and element of D.
-        rows_s: element-wise kernels on the rows of experts, and on logits.
-        one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: all-to-all of tokens within nodes.
-        exchange_across_s: all-to-all of tokens between nodes.
-        tensor_s: collectives of tensor parallelism.
-        gathers_s: gathers of weights and reductions of gradients of each micro-batch.
-        step_gathers_s: gathers and reductions once per step.
-        offload_s: copies between host and device, each micro-batch.
-        sends_s: activations and their gradients to the neighbouring pipeline stages.
-        host_layers: number of layers whose kernels the CPU launches, in forward and backward.
-        step_layers: number of layers whose update, clipping and zeroing it launches once per step.
-        optimizer_s: optimizer update, once per step.
-        bubble: time that a pipeline waits, as a share of the micro-batches' time.
-        overlap_degree: number of parts that tokens travel in.
-        accumulation: micro-batches of a step.
-        stack: see `Workload`.
-    """
-
-    dense_s: float
-    grouped_s: float
-    attention_s: float
-    element_s: float
-    rows_s: float
-    one_hot_s: float
-    exchange_inside_s: float
-    exchange_across_s: float
-    tensor_s: float
-    gathers_s: float
-    step_gathers_s: float
-    offload_s: float
-    sends_s: float
-    host_layers: float
-    step_layers: float
-    optimizer_s: float
-    bubble: float
-    overlap_degree: int
-    accumulation: int
-    stack: str
+    dense_s: float  # dense products, the logits among them
+    grouped_s: float  # products of experts on the fullest rank
+    attention_s: float  # products of attention with keys and values
+    element_s: float  # element-wise kernels, for one byte per token, layer and element of D
+    rows_s: float  # element-wise kernels on the rows of experts, and on logits
+    one_hot_s: float  # dispatch by one-hot products
+    exchange_inside_s: float  # all-to-all of tokens within nodes
+    exchange_across_s: float  # all-to-all of tokens between nodes
+    tensor_s: float  # collectives of tensor parallelism
+    gathers_s: float  # gathers of weights and reductions of gradients of each micro-batch
+    step_gathers_s: float  # gathers and reductions once per step
+    offload_s: float  # copies between host and device, each micro-batch
+    sends_s: float  # activations and their gradients to the neighbouring pipeline stages
+    host_layers: float  # number of layers whose kernels the CPU launches, in forward and backward
+    step_layers: float  # number of layers whose update, clipping and zeroing it launches once per step
+    optimizer_s: float  # optimizer update, once per step
+    bubble: float  # time that a pipeline waits, as a share of the micro-batches' time
+    overlap_degree: int  # number of parts that tokens travel in
+    accumulation: int  # micro-batches of a step
+    stack: str  # see `Workload`
 
     def network_s(self, e: Efficiency) -> float:
         """Seconds in which links carry what a step sends, hidden or not: no step is shorter."""
@@ -139,39 +105,22 @@ class RawStep:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step by part, hidden communication left out.
+    """Seconds of one step by part, hidden communication left out."""
 
-    Attributes:
-        dense_s: dense products.
-        grouped_s: products of experts.
-        attention_s: products of attention with keys and values.
-        element_s: element-wise kernels.
-        one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: all-to-all of tokens within nodes.
-        exchange_across_s: all-to-all of tokens between nodes.
-        tensor_s: collectives of tensor parallelism.
-        zero_s: gathers of weights and reductions of gradients.
-        optimizer_s: optimizer update.
-        offload_s: copies between host and device.
-        sends_s: activations between pipeline stages.
-        host_s: kernel launches of the CPU.
-        bubble_s: pipeline bubble.
-    """
-
-    dense_s: float
-    grouped_s: float
-    attention_s: float
-    element_s: float
-    one_hot_s: float
-    exchange_inside_s: float
-    exchange_across_s: float
-    tensor_s: float
-    zero_s: float
-    optimizer_s: float
-    offload_s: float
-    sends_s: float
-    host_s: float
-    bubble_s: float
+    dense_s: float  # dense products
+    grouped_s: float  # products of experts
+    attention_s: float  # products of attention with keys and values
+    element_s: float  # element-wise kernels
+    one_hot_s: float  # dispatch by one-hot products
+    exchange_inside_s: float  # all-to-all of tokens within nodes
+    exchange_across_s: float  # all-to-all of tokens between nodes
+    tensor_s: float  # collectives of tensor parallelism
+    zero_s: float  # gathers of weights and reductions of gradients
+    optimizer_s: float  # optimizer update
+    offload_s: float  # copies between host and device
+    sends_s: float  # activations between pipeline stages
+    host_s: float  # kernel launches of the CPU
+    bubble_s: float  # pipeline bubble
 
     @property
     def total_s(self) -> float:
@@ -184,7 +133,6 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
     """Seconds of a step's parts at the hardware's peaks.
 
     Args:
-        sizes: sizes of the model.
         layout: layout of the run.
         work: sequences, precision and software.
         cluster: the hardware.

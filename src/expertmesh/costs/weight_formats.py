@@ -12,15 +12,10 @@ FormatName = Literal["float32", "bfloat16", "fp8", "int8", "int4", "mxfp4", "nvf
 
 @dataclass(frozen=True)
 class ServedFormat:
-    """A format of weights.
+    """A format of weights."""
 
-    Attributes:
-        bytes_each: bytes of a weight, its share of the scales included.
-        precision: precision of products with it.
-    """
-
-    bytes_each: float
-    precision: Precision
+    bytes_each: float  # bytes of a weight, its share of the scales included
+    precision: Precision  # precision of products with it
 
 
 FORMATS: Mapping[FormatName, ServedFormat] = {
@@ -42,19 +37,12 @@ def _is_format(name: str) -> TypeGuard[FormatName]:
 
 @dataclass(frozen=True)
 class Weights:
-    """Formats of the parts of a model.
+    """Formats of the parts of a model."""
 
-    Attributes:
-        experts: of routed experts.
-        attention: of attention's matrices.
-        dense: of shared experts and dense layers.
-        embedding: of embedding and output.
-    """
-
-    experts: FormatName = "bfloat16"
-    attention: FormatName = "bfloat16"
-    dense: FormatName = "bfloat16"
-    embedding: FormatName = "bfloat16"
+    experts: FormatName = "bfloat16"  # of routed experts
+    attention: FormatName = "bfloat16"  # of attention's matrices
+    dense: FormatName = "bfloat16"  # of shared experts and dense layers
+    embedding: FormatName = "bfloat16"  # of embedding and output
 
     @staticmethod
     def all(name: FormatName) -> "Weights":
@@ -69,9 +57,6 @@ class Weights:
         Args:
             text: for example "fp8" or "experts=mxfp4,attention=bfloat16".
             usual: formats of the parts that it does not name; None: BF16.
-
-        Raises:
-            ConfigError: a part or a format is unknown.
 
         Example:
             >>> from expertmesh.costs.weight_formats import Weights
