@@ -27,11 +27,7 @@ def new_id(size: int | None = None) -> str:
 
 
 class ThoughtSyntax(Protocol):
-    """Syntax of thoughts.
-
-    Attributes:
-        markers: texts that may be special tokens.
-    """
+    """Syntax of thoughts."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -278,22 +274,15 @@ class MarkedParser:
 
 
 class CallParser:
-    """Parser of calls of tools. A block of calls is given when it is whole; one that is no block stays content.
-
-    Args:
-        syntax: how calls are written.
-        tools: tools that may be called; a call of another name is content.
-        most: maximum number of calls, further ones are left out; None: any number.
-        id_size: letters and digits of an id; None: OpenAI's form. A model's own id is kept.
-    """
+    """Parser of calls of tools. A block of calls is given when it is whole; one that is no block stays content."""
 
     def __init__(
         self,
-        syntax: CallSyntax,
-        tools: Tools,
+        syntax: CallSyntax,  # how calls are written
+        tools: Tools,  # tools that may be called; a call of another name is content
         *,
-        most: int | None = None,
-        id_size: int | None = None,
+        most: int | None = None,  # maximum number of calls, further ones are left out; None: any number
+        id_size: int | None = None,  # letters and digits of an id; None: OpenAI's form. A model's own id is kept.
     ) -> None:
         self._syntax, self._tools, self._most, self._id_size = syntax, tools, most, id_size
         self._held, self._blanks = "", ""

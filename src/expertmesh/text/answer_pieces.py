@@ -17,17 +17,12 @@ class Thought(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """Beginning of a call of a tool; its arguments follow as `CallArguments` of the same index.
+    """Beginning of a call of a tool; its arguments follow as `CallArguments` of the same index."""
 
-    Attributes:
-        index: number of the call in its answer, from 0.
-        call_id: id of the call, as long and of such characters as the model's chat template wants.
-        name: name of the function.
-    """
-
+    # number of the call in its answer, from 0
     index: int  # type: ignore[assignment]
-    call_id: str
-    name: str
+    call_id: str  # id of the call, as long and of such characters as the model's chat template wants
+    name: str  # name of the function
 
 
 class CallArguments(NamedTuple):

@@ -18,17 +18,11 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class ReadCall(NamedTuple):
-    """A call as a model wrote it.
+    """A call as a model wrote it."""
 
-    Attributes:
-        name: name of the function.
-        arguments: JSON text of an object.
-        call_id: id that the model gave it; None: none.
-    """
-
-    name: str
-    arguments: str
-    call_id: str | None = None
+    name: str  # name of the function
+    arguments: str  # JSON text of an object
+    call_id: str | None = None  # id that the model gave it; None: none
 
 
 class MalformedCallError(ValueError):
@@ -44,40 +38,25 @@ class MalformedCallError(ValueError):
 
 
 class CallMarkup(NamedTuple):
-    """Text around calls, in which `{name}` stands for a function's name.
+    """Text around calls, in which `{name}` stands for a function's name."""
 
-    Attributes:
-        before: text before the first call.
-        opens: text between the beginning of a call and its arguments.
-        closes: text behind the arguments.
-        between: text between calls; None: there is one call only.
-        after: text behind the last call.
-    """
-
-    opens: str
-    closes: str = ""
-    before: str = ""
-    between: str | None = ""
-    after: str = ""
+    opens: str  # text between the beginning of a call and its arguments
+    closes: str = ""  # text behind the arguments
+    before: str = ""  # text before the first call
+    between: str | None = ""  # text between calls; None: there is one call only
+    after: str = ""  # text behind the last call
 
 
 class CallSyntax(NamedTuple):
-    """A syntax of calls.
+    """A syntax of calls."""
 
-    Attributes:
-        begin: marker before a block of calls; "": a block is a whole answer.
-        end: marker behind it; None: the block is the rest of the answer.
-        read: calls in the text between the markers; raises MalformedCallError.
-        first: beginnings of that text; an answer where none of them follows has no block there; empty: any.
-        markers: further markers, which may be special tokens.
-        markup: text around calls for guided decoding; None: calls that must be are written as `JSON_CALLS`.
-    """
-
-    begin: str
-    end: str | None
-    read: Callable[[str, Tools], list[ReadCall]]
+    begin: str  # marker before a block of calls; "": a block is a whole answer
+    end: str | None  # marker behind it; None: the block is the rest of the answer
+    read: Callable[[str, Tools], list[ReadCall]]  # calls in the text between the markers; raises MalformedCallError
+    # beginnings of that text; an answer where none of them follows has no block there; empty: any
     first: tuple[str, ...] = ()
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()  # further markers, which may be special tokens
+    # text around calls for guided decoding; None: calls that must be are written as `JSON_CALLS`
     markup: CallMarkup | None = None
 
     @property
@@ -280,21 +259,14 @@ def _read_each(head: re.Pattern[str], close: re.Pattern[str]) -> Callable[..., l
 
 
 class _Tags(NamedTuple):
-    """Tags of calls whose arguments are texts.
+    """Tags of calls whose arguments are texts."""
 
-    Attributes:
-        head: what a call begins with, with a group `name`.
-        opens: what an argument begins with, with a group `key`, and `string` ("true" or "false") where it tells that.
-        closes: what ends its value.
-        tail: what ends the call.
-        is_lined: whether a line break around a value is none of it.
-    """
-
-    head: re.Pattern[str]
+    head: re.Pattern[str]  # what a call begins with, with a group `name`
+    # what an argument begins with, with a group `key`, and `string` ("true" or "false") where it tells that
     opens: re.Pattern[str]
-    closes: str
-    tail: re.Pattern[str]
-    is_lined: bool = False
+    closes: str  # what ends its value
+    tail: re.Pattern[str]  # what ends the call
+    is_lined: bool = False  # whether a line break around a value is none of it
 
     def read(self, text: str, tools: Tools) -> list[ReadCall]:
         """Calls in a text."""

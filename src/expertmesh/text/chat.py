@@ -72,15 +72,10 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 
 class TokenSpan(NamedTuple):
-    """Neighbouring tokens of a conversation.
-
-    Attributes:
-        ids: token ids.
-        is_learned: whether the loss includes them: they are an answer of the assistant or its end token.
-    """
+    """Neighbouring tokens of a conversation."""
 
     ids: list[int]
-    is_learned: bool
+    is_learned: bool  # whether the loss includes them: they are an answer of the assistant or its end token
 
 
 class OwnFormat:
@@ -89,21 +84,16 @@ class OwnFormat:
     Args:
         tokenizer: has an end of text, and encodes special tokens that occur in a text as plain text.
         is_told: whether the files beside the tokenizer have the format as their chat template.
-
-    Attributes:
-        identity: key of everything that the tokens depend on, except the tokenizer.
-        source: the format as a chat template.
-        ends: tokens that end an answer; never empty.
     """
 
-    identity = "own 1"
+    identity = "own 1"  # key of everything that the tokens depend on, except the tokenizer
 
     def __init__(self, tokenizer: Tokenizer, *, is_told: bool = False) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
         self._is_told = is_told
         self._bound = TokenBound(tokenizer)
-        self.source = OWN_TEMPLATE
-        self.ends: tuple[int, ...] = (self._end,)
+        self.source = OWN_TEMPLATE  # the format as a chat template
+        self.ends: tuple[int, ...] = (self._end,)  # tokens that end an answer; never empty
 
     @property
     def has_marks(self) -> bool:
@@ -120,11 +110,7 @@ class OwnFormat:
         return None
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
-        """Token sequences to learn from: always one.
-
-        Raises:
-            ConfigError: the conversation calls tools.
-        """
+        """Token sequences to learn from: always one."""
         _check_tools(self, conversation)
         pieces = [TokenSpan([self._end], False)]
         for message in conversation[MESSAGES]:
@@ -144,27 +130,18 @@ class OwnFormat:
 
     def prompt(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[dict[str, Any]],  # the conversation
         *,
-        tools: list[dict[str, Any]] | None = None,
-        asks: bool = True,
-        continues: bool = False,
+        tools: list[dict[str, Any]] | None = None,  # tools that may be called, which this format does not write
+        asks: bool = True,  # whether the assistant's mark follows the messages; ignored with `continues`
+        continues: bool = False,  # whether the last message stays open, so that the answer continues its text
         variables: Mapping[str, Any] = MappingProxyType({}),
-        window: int | None = None,
+        window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
         """Prompt for an answer of the assistant: the messages, then the assistant's mark.
 
         Args:
-            messages: the conversation.
-            tools: tools that may be called, which this format does not write.
-            asks: whether the assistant's mark follows the messages; ignored with `continues`.
-            continues: whether the last message stays open, so that the answer continues its text.
             variables: variables of a chat template, which this format does not read.
-            window: maximum tokens of the model; None: any number.
-
-        Raises:
-            ConfigError: the messages call tools.
-            TextLimitError: they surely have more tokens than the window; raised before they are tokenised.
         """
         self._bound.check("\n".join(message["content"] for message in messages), window)
         (pieces,) = self.samples({MESSAGES: messages})
@@ -188,29 +165,17 @@ class TemplateFormat:
     An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the special
     token that begins the next turn is learned as the end, and the end of text behind the last answer of a sequence. If the next
     turn begins in plain text, each answer becomes a sequence of its own.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        template: source of the Jinja template.
-        variables: variables such as bos_token that the template may use.
-        with_tools: source of the template for conversations with tools; None: the same.
-        unset: see `chat_template.rendered`.
-        splits_special: whether special tokens that the template writes are encoded as text.
-
-    Attributes:
-        identity: key of everything that the tokens depend on, except the tokenizer.
-        source: the template.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        template: str,
-        variables: Mapping[str, str],
+        tokenizer: Tokenizer,  # the model's tokenizer
+        template: str,  # source of the Jinja template
+        variables: Mapping[str, str],  # variables such as bos_token that the template may use
         *,
-        with_tools: str | None = None,
-        unset: Collection[str] | None = None,
-        splits_special: bool = False,
+        with_tools: str | None = None,  # source of the template for conversations with tools; None: the same
+        unset: Collection[str] | None = None,  # see `chat_template.rendered`
+        splits_special: bool = False,  # whether special tokens that the template writes are encoded as text
     ) -> None:
         self._given = tokenizer
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
@@ -318,11 +283,7 @@ class TemplateFormat:
         return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
-        """Token sequences to learn from: one, or one for each turn.
-
-        Raises:
-            ConfigError: the template refuses the conversation, does not continue its own prompt, or writes no calls of tools.
-        """
+        """Token sequences to learn from: one, or one for each turn."""
         _check_tools(self, conversation)
         turns = [i for i, message in enumerate(conversation[MESSAGES]) if is_learned(message)]
         answers = self._answers(conversation, turns)
@@ -364,29 +325,18 @@ class TemplateFormat:
 
     def prompt(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[dict[str, Any]],  # the conversation
         *,
-        tools: list[dict[str, Any]] | None = None,
-        asks: bool = True,
-        continues: bool = False,
+        tools: list[dict[str, Any]] | None = None,  # tools that may be called; None: none
+        asks: bool = True,  # whether the template's generation prompt follows the messages; ignored with `continues`
+        continues: bool = False,  # whether the last message stays open, so that the answer continues its text
         variables: Mapping[str, Any] = MappingProxyType({}),
-        window: int | None = None,
+        window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
         """Prompt for an answer of the assistant.
 
         Args:
-            messages: the conversation.
-            tools: tools that may be called; None: none.
-            asks: whether the template's generation prompt follows the messages; ignored with `continues`.
-            continues: whether the last message stays open, so that the answer continues its text.
             variables: further variables of the template, which override the format's own.
-            window: maximum tokens of the model; None: any number.
-
-        Raises:
-            ConfigError: a message or a variable quotes a special token, which could end its turn; the template refuses the
-                messages; or it does not write the text that `continues` continues.
-            TextLimitError: the text surely has more tokens than the window, which is told before it is tokenised; or the
-                template takes too long.
         """
         messages = [*map(self._with_calls, messages)]
         most = self._bound.most_characters(window)
@@ -496,15 +446,10 @@ def _names(source: str, word: str) -> bool:
 
 
 class _ParsedAnswer(NamedTuple):
-    """Rendered text of an answer.
+    """Rendered text of an answer."""
 
-    Attributes:
-        before: text before the answer, with the generation prompt.
-        until: text up to the end of the answer.
-    """
-
-    before: str
-    until: str
+    before: str  # text before the answer, with the generation prompt
+    until: str  # text up to the end of the answer
 
     @property
     def text(self) -> str:
@@ -543,21 +488,14 @@ def latest_turns(
     form: ChatFormat,
     messages: list[dict[str, Any]],
     *,
-    most: int,
-    window: int,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    most: int,  # maximum tokens of the prompt
+    window: int,  # maximum tokens of the model
+    variables: Mapping[str, Any] = MappingProxyType({}),  # further variables of a chat template
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Latest messages of a conversation that fit into a number of tokens, and their prompt.
 
     Args:
-        form: chat format.
         messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
-        most: maximum tokens of the prompt.
-        window: maximum tokens of the model.
-        variables: further variables of a chat template.
-
-    Raises:
-        ConfigError: see `prompt`.
     """
     for first in range(0, len(messages), 2):
         kept = messages[first:]

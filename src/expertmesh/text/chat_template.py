@@ -36,24 +36,17 @@ class TooMuchWrittenError(Exception):
 
 
 def rendered(
-    source: str,
-    variables: Mapping[str, Any],
+    source: str,  # the template
+    variables: Mapping[str, Any],  # its variables, of plain types
     *,
     unset: Collection[str] | None = None,
-    most_characters: int,
+    most_characters: int,  # characters that it may write
 ) -> str:
     """Text that a template writes.
 
     Args:
-        source: the template.
-        variables: its variables, of plain types.
-        unset: names of special tokens that are known to be nothing; the use of any other unknown token is refused. None: an
-            unknown token is nothing.
-        most_characters: characters that it may write.
-
-    Raises:
-        ConfigError: the source is not valid Jinja, jinja2 is too old, or the template refuses its variables.
-        TooMuchWrittenError: it writes more characters.
+        unset: names of special tokens that are known to be nothing; the use of any other unknown token is refused.
+            None: an unknown token is nothing.
     """
     template = _compiled(source, None if unset is None else frozenset(unset))
     pieces, size = [], 0

@@ -48,21 +48,13 @@ _NO_DEFAULT = (
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Tokenizer, special tokens and chat format for generation.
+    """Tokenizer, special tokens and chat format for generation."""
 
-    Attributes:
-        tokenizer: the model's tokenizer.
-        start_ids: tokens put before a prompt; empty for a model of the hub whose tokenizer adds none.
-        end_ids: tokens that end a text or an answer.
-        chat: format of conversations.
-        window: maximum tokens of the model; None: not known.
-    """
-
-    tokenizer: Tokenizer
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-    chat: ChatFormat
-    window: int | None = None
+    tokenizer: Tokenizer  # the model's tokenizer
+    start_ids: tuple[int, ...]  # tokens put before a prompt; empty for a model of the hub whose tokenizer adds none
+    end_ids: tuple[int, ...]  # tokens that end a text or an answer
+    chat: ChatFormat  # format of conversations
+    window: int | None = None  # maximum tokens of the model; None: not known
 
     @property
     def first_ids(self) -> tuple[int, ...]:
@@ -79,11 +71,7 @@ class TextFormat:
         return TokenBound(self.tokenizer)
 
     def ids_of(self, text: str) -> list[int]:
-        """Tokens of a text, without `start_ids`.
-
-        Raises:
-            TextLimitError: the text surely has more tokens than the window; raised before it is tokenised.
-        """
+        """Tokens of a text, without `start_ids`."""
         try:
             self._bound.check(text, self.window)
         except TextLimitError as error:
@@ -91,11 +79,7 @@ class TextFormat:
         return ids_of_text(self.tokenizer, text)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty.
-
-        Raises:
-            TextLimitError: see `ids_of`.
-        """
+        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
         ids = self.ids_of(text)
         return [*self.start_ids, *ids] if ids else [*self.first_ids]
 
@@ -110,12 +94,9 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
     Args:
         tokenizer: the model's tokenizer.
         path: the tokenizer's file, which may have a chat template beside it; None: not known.
-        model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids` are put
-            before a prompt (None: the tokens that the tokenizer adds there, else its end of text). `max_seq_len` is the window.
-
-    Raises:
-        CheckpointError: the tokenizer has no token for the end of a text.
-        ConfigError: files beside the tokenizer are damaged.
+        model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids`
+            are put before a prompt (None: the tokens that the tokenizer adds there, else its end of text).
+            `max_seq_len` is the window.
     """
     chat = find_format(tokenizer, path)
     end = end_of_text_id(tokenizer)
@@ -146,10 +127,6 @@ def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]
 
     Returns:
         "end_ids" if there is a chat template; "start_ids" if the model came from the hub.
-
-    Raises:
-        ConfigError: the files are damaged.
-        CheckpointError: the tokenizer has no token for the end of a text.
     """
     extras = path.parent / EXTRAS
     is_of_hub = "model_type" in json_object(extras / _MODEL, ConfigError)
@@ -165,11 +142,7 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     """The chat format of a tokenizer.
 
     Args:
-        tokenizer: the tokenizer.
         path: its file; a chat template may be beside it or in the folder `hub` there. None: it was just learned.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
     """
     files = TokenizerFiles() if path is None else _files(path)
     is_own = files.templates.get(DEFAULT) == OWN_TEMPLATE
@@ -202,9 +175,6 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
 
     Args:
         tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
     """
     if tokenizer_path is None:
         return {}
@@ -222,9 +192,6 @@ def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
     Args:
         form: form of the conversations.
         tokenizer_path: see `extras_of`, whose files they are.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
     """
     found = extras_of(tokenizer_path)
     if isinstance(form, OwnFormat) and not form.is_known:
@@ -234,9 +201,6 @@ def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
 
 def hub_files(folder: Path) -> dict[str, Path]:
     """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other folder.
-
-    Raises:
-        ConfigError: the folder's config.json is damaged.
     """
     if "model_type" not in json_object(folder / _MODEL, ConfigError):
         return {}

@@ -43,9 +43,6 @@ class TokenBound:
     It holds where every byte that the normalizer leaves becomes part of a token: byte-level BPE with all bytes, and BPE with
     byte fallback (SentencePiece). Blanks are not counted where the tokenizer can drop them. Any other tokenizer can merge or
     drop text of any length (an unknown word is one token), and gives no bound.
-
-    Args:
-        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -96,7 +93,6 @@ class TokenBound:
         """Raise TextLimitError if a text surely has more tokens than a window.
 
         Args:
-            text: the text.
             window: maximum tokens; None: any number.
         """
         if window is None or 4 * len(text) <= window or self.longest is None:

@@ -27,11 +27,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
 
     Args:
         given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
-            {"type": "text", "text": string} (others: `TEXT_OF_PART`), which are joined; an assistant's may be missing or None.
-            Other fields are kept for chat templates; the arguments of tool_calls become objects.
-
-    Raises:
-        ConfigError: one of them is something else; says which, and what is wanted.
+            {"type": "text", "text": string} (others: `TEXT_OF_PART`), which are joined; an assistant's may be missing
+            or None. Other fields are kept for chat templates; the arguments of tool_calls become objects.
     """
     wanted = '[{"role": "user", "content": "..."}]'
     if not isinstance(given, list | tuple) or not given:

@@ -30,7 +30,8 @@ class TextStream:
     the whole sequence, with a blank at its beginning kept.
 
     Args:
-        tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece).
+        tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A>
+            (SentencePiece).
         kept: special tokens that are written by their names.
     """
 

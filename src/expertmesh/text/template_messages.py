@@ -19,12 +19,11 @@ class CallForm(NamedTuple):
     """A form of messages with calls.
 
     Attributes:
-        is_text: whether arguments are JSON text, which DeepSeek's templates join to other text; else objects.
         empty: fields of a message that says nothing but its calls: no content, as transformers has it, an empty one, or
             None, by which some of DeepSeek's templates know calls.
     """
 
-    is_text: bool
+    is_text: bool  # whether arguments are JSON text, which DeepSeek's templates join to other text; else objects
     empty: Mapping[str, Any]
 
     def of(self, message: Mapping[str, Any], id_size: int | None) -> dict[str, Any]:

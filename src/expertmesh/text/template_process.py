@@ -29,24 +29,13 @@ _LATE, _ENDED = b"s", b"n"
 
 
 def render(
-    source: str,
-    variables: Mapping[str, Any],
+    source: str,  # the template
+    variables: Mapping[str, Any],  # its variables; what is no plain value becomes the name of its type
     *,
-    unset: Collection[str] | None = None,
-    most_characters: int | None = None,
+    unset: Collection[str] | None = None,  # see `chat_template.rendered`
+    most_characters: int | None = None,  # characters of the longest text; None: `MOST_CHARACTERS`
 ) -> str:
-    """Text that a chat template writes.
-
-    Args:
-        source: the template.
-        variables: its variables; what is no plain value becomes the name of its type.
-        unset: see `chat_template.rendered`.
-        most_characters: characters of the longest text; None: `MOST_CHARACTERS`.
-
-    Raises:
-        ConfigError: the source is not valid Jinja, or the template refuses its variables.
-        TextLimitError: it takes too long, needs too much memory, or writes too much.
-    """
+    """Text that a chat template writes."""
     most = MOST_CHARACTERS if most_characters is None else min(most_characters, MOST_CHARACTERS)
     try:
         names = None if unset is None else sorted(unset)

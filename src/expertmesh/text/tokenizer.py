@@ -63,9 +63,6 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     Args:
         path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the files beside it is used.
         vocab_size: V of the run's model; None: not known.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, cannot encode unknown characters, or has more tokens than the model.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -103,11 +100,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a text: a well-known one, else the one named by a file beside the tokenizer.
-
-    Raises:
-        CheckpointError: the tokenizer has no well-known end, and no file beside it named one when it was loaded.
-    """
+    """Id of the token that ends a text: a well-known one, else the one named by a file beside the tokenizer."""
     found = _known_end(tokenizer)
     if found is None and (token := named_end(tokenizer)) is not None:
         found = tokenizer.token_to_id(token)
@@ -132,9 +125,6 @@ def named_end(tokenizer: Tokenizer) -> str | None:
 
 def folder_beside(path: Path) -> Path:
     """Folder whose files say what a tokenizer.json leaves open: the folder `hub` of a run or its own; the one with a template.
-
-    Raises:
-        CheckpointError: one of these files is damaged.
     """
     places = (path.parent / EXTRAS, path.parent)
     found = [(read_tokenizer_files(folder), folder) for folder in places]
@@ -270,10 +260,6 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     Args:
         path: a tokenizer.json.
         vocab_size: V of the model.
-
-    Raises:
-        ConfigError: the file is missing, or the tokenizer is neither byte-level nor of SentencePiece, lacks a byte that texts
-            have, is larger than the vocabulary, or has no end of text.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -320,8 +306,8 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     """Number of bytes of text that every token stands for.
 
     Args:
-        tokenizer: a byte-level BPE, or one of SentencePiece, of which bytes of the normalised text are counted, with the
-            blank that it puts before a text.
+        tokenizer: a byte-level BPE, or one of SentencePiece, of which bytes of the normalised text are counted, with
+            the blank that it puts before a text.
         vocab_size: V of the model, at least the tokenizer's.
 
     Returns:

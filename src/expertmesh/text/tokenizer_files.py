@@ -39,36 +39,20 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Facts that the files of a folder tell of its tokenizer.
+    """Facts that the files of a folder tell of its tokenizer."""
 
-    Attributes:
-        tokens: named special tokens, by the variables of templates that have them.
-        unset: names that are said to be no token; None: all that are not named are none.
-        changed: tokens as they are, whatever the tokenizer.json says of them.
-        added: tokens to add, in this order, unless the tokenizer.json has them.
-        special: tokens that are special ones.
-        templates: chat templates by name.
-        splits_special: whether special tokens in a text are encoded as text.
-    """
-
+    # named special tokens, by the variables of templates that have them
     tokens: Mapping[str, str] = field(default_factory=dict)
-    unset: tuple[str, ...] | None = ()
-    changed: tuple[AddedToken, ...] = ()
-    added: tuple[AddedToken, ...] = ()
-    special: frozenset[str] = frozenset()
-    templates: Mapping[str, str] = field(default_factory=dict)
-    splits_special: bool = False
+    unset: tuple[str, ...] | None = ()  # names that are said to be no token; None: all that are not named are none
+    changed: tuple[AddedToken, ...] = ()  # tokens as they are, whatever the tokenizer.json says of them
+    added: tuple[AddedToken, ...] = ()  # tokens to add, in this order, unless the tokenizer.json has them
+    special: frozenset[str] = frozenset()  # tokens that are special ones
+    templates: Mapping[str, str] = field(default_factory=dict)  # chat templates by name
+    splits_special: bool = False  # whether special tokens in a text are encoded as text
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Facts that the files of a folder tell of its tokenizer.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        CheckpointError: one of the files is damaged.
-    """
+    """Facts that the files of a folder tell of its tokenizer."""
     config, older, map_ = json_object(folder / CONFIG), {}, {}
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
@@ -176,7 +160,6 @@ def json_object(path: Path, error: type[Exception] = CheckpointError) -> dict[st
     """Values of a JSON file of the hub; none if there is no such file.
 
     Args:
-        path: the file.
         error: class of the error of a damaged file.
     """
     if not path.is_file():

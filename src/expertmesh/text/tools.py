@@ -21,9 +21,6 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
     Args:
         given: tools, each {"type": "function", "function": {"name", "description", "parameters"}}.
         place: name of the field in errors.
-
-    Raises:
-        ConfigError: one of them is something else, or two have one name; names its place.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of tools, such as [{_WANTED}]; give one")
@@ -89,12 +86,9 @@ def read_calls(given: Any, place: str) -> list[dict[str, Any]]:
     """Calls in a message, checked, with their arguments as objects.
 
     Args:
-        given: calls, each {"id", "type": "function", "function": {"name", "arguments"}}; arguments are the JSON text of an
-            object, or the object.
+        given: calls, each {"id", "type": "function", "function": {"name", "arguments"}}; arguments are the JSON text of
+            an object, or the object.
         place: where they are, for errors.
-
-    Raises:
-        ConfigError: one of them is something else; names its place.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of calls; correct it")
