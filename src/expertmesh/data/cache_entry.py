@@ -35,9 +35,6 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     Args:
         folder: folder of the entry; its parent is made.
         fill: function that writes the entry, with the file `INDEX`, into the folder that it is given.
-
-    Raises:
-        ConfigError: the parent is a file.
     """
     if _damage(folder) is None:
         return
@@ -103,12 +100,7 @@ def _checksum(path: Path) -> str:
 
 
 def _make_cache(path: Path) -> None:
-    """Make the folder of a cache.
-
-    Raises:
-        ConfigError: the path is a file, or below one, or may not be made.
-        OSError: the disk is full or fails.
-    """
+    """Make the folder of a cache."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -46,35 +46,23 @@ _NO_RECORDS = "files hold no records that are read"
 
 
 class CandidateDocument(NamedTuple):
-    """A document that may be chosen.
+    """A document that may be chosen."""
 
-    Attributes:
-        name: see `Document`.
-        read: returns its text, or raises NotTextError.
-        place: see `Document`.
-        own_name: see `Document`; empty: the name.
-        shown: its place, for display; empty: the name.
-    """
-
-    name: str
-    read: Callable[[], str]
-    place: int = 0
-    own_name: str = ""
-    shown: str = ""
+    name: str  # see `Document`
+    read: Callable[[], str]  # returns its text, or raises NotTextError
+    place: int = 0  # see `Document`
+    own_name: str = ""  # see `Document`; empty: the name
+    shown: str = ""  # its place, for display; empty: the name
 
 
 @dataclass(frozen=True)
 class Told:
-    """Files of which a user should be told.
+    """Files of which a user should be told."""
 
-    Attributes:
-        left_out: files that are not used.
-        as_text: files that may hold records and are learned as plain text.
-        unnamed: files with records but no ending for it, which are learned as plain text.
-    """
-
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: LeftOut = field(default_factory=LeftOut)  # files that are not used
+    # files that may hold records and are learned as plain text
     as_text: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
+    # files with records but no ending for it, which are learned as plain text
     unnamed: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
 
 
@@ -84,9 +72,6 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateD
     Args:
         config: options of the text.
         told: receives the files that are left out.
-
-    Raises:
-        ConfigError: a place is missing, has no text, or cannot be read.
     """
     if config.dataset is not None:
         return f"dataset {config.dataset}", _dataset(config.dataset, config.column)
@@ -252,12 +237,7 @@ def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
 def _pieces(
     path: Path, name: str, piece_bytes: int, num_bytes: int, encoding: str | None
 ) -> list[CandidateDocument]:
-    """A file of `num_bytes` cut at line ends into documents of about `piece_bytes`, so that it can be split.
-
-    Raises:
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
-    """
+    """A file of `num_bytes` cut at line ends into documents of about `piece_bytes`, so that it can be split."""
     data = TextFile(path).data()
     codec, first_byte = encoding_of(data[:MOST_OF_A_MARK], encoding)
     text = decoded(data, encoding)

@@ -59,11 +59,7 @@ _OF_MESSAGES = {
 
 
 def checked(given: bytes | Mapping[str, Any]) -> Conversation:
-    """A conversation from an object or its JSON.
-
-    Raises:
-        ValueError: the object is no conversation; says why.
-    """
+    """A conversation from an object or its JSON."""
     values: Any = given
     if isinstance(given, bytes):
         try:
@@ -92,9 +88,6 @@ def check_whole(values: Mapping[str, Any]) -> None:
 
     Args:
         values: fields of the line.
-
-    Raises:
-        ValueError: a flag excludes the line from learning, or is neither 0 nor 1.
     """
     if not all(_flags(values, "the line").values()):
         raise ValueError("says of the whole line that it is not learned")
@@ -105,7 +98,6 @@ def of_cell(name: str, text: str) -> Any:
 
     Args:
         name: the column. Cells of flags and judgements are read as numbers and Booleans, and blank ones as None.
-        text: the cell.
     """
     if name not in ALL_FLAGS and name not in JUDGEMENTS:
         return text

@@ -125,15 +125,6 @@ class ConversationData:
         config: options of the data.
         vocab_size: V of the model.
         seed: seed of the order.
-
-    Raises:
-        ConfigError: a side has no turn of the assistant, the format refuses a conversation (named by file and line), or the
-            vocabulary is too small.
-        OSError: the cache cannot be written.
-
-    Attributes:
-        num_training: number of training samples.
-        num_validation: number of validation samples.
     """
 
     version: ClassVar[tuple[int | str, ...]] = (3,)
@@ -192,8 +183,8 @@ class ConversationData:
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
-        self.num_training = len(self._training)
-        self.num_validation = len(self._validation)
+        self.num_training = len(self._training)  # number of training samples
+        self.num_validation = len(self._validation)  # number of validation samples
         self.files = {"tokenizer.json": folder / "tokenizer.json", **files_of_format(form, given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)

@@ -28,24 +28,15 @@ _GIVE_TEXT = "; give text"
 
 @dataclass(frozen=True)
 class Document:
-    """Name, size, digest and reader of a document.
+    """Name, size, digest and reader of a document."""
 
-    Attributes:
-        name: path relative to the corpus, with forward slashes; unique.
-        num_bytes: length of the text in UTF-8.
-        digest: SHA-256 of the text.
-        read: function that returns the text.
-        place: number of its entry of `data.path`; its name begins with it where there are several.
-        own_name: its name within that entry.
-        prompt: digest of its prompt, where it is a pair of answers, whose prompts are on one side of the split.
-    """
-
-    name: str
-    num_bytes: int
-    digest: bytes
-    read: Callable[[], str] = field(compare=False)
-    place: int = 0
-    own_name: str = ""
+    name: str  # path relative to the corpus, with forward slashes; unique
+    num_bytes: int  # length of the text in UTF-8
+    digest: bytes  # SHA-256 of the text
+    read: Callable[[], str] = field(compare=False)  # function that returns the text
+    place: int = 0  # number of its entry of `data.path`; its name begins with it where there are several
+    own_name: str = ""  # its name within that entry
+    # digest of its prompt, where it is a pair of answers, whose prompts are on one side of the split
     prompt: bytes = b""
 
     @property
@@ -59,21 +50,16 @@ class Corpus:
     """The documents of a run, split so that no validation text is trained on.
 
     Attributes:
-        source: description of the corpus.
-        training: documents to train on, in order of a hash of their names.
-        validation: documents to evaluate on; none of them has the text of a training document.
-        num_skipped: number of files, lines, ... left out: no text, not readable, no regular files.
-        digest: hex SHA-256 of all names and texts, in the order above, and of the split.
-        notes: notes for the user, a line each: files left out, a split far from the requested one.
-        kind: what the documents are: texts, or, as JSON, conversations (`expertmesh.data.conversation_lines`) or pairs of answers.
+        kind: what the documents are: texts, or, as JSON, conversations (`expertmesh.data.conversation_lines`) or pairs
+            of answers.
     """
 
-    source: str
-    training: tuple[Document, ...]
-    validation: tuple[Document, ...]
-    num_skipped: int
-    digest: str
-    notes: tuple[Line, ...] = ()
+    source: str  # description of the corpus
+    training: tuple[Document, ...]  # documents to train on, in order of a hash of their names
+    validation: tuple[Document, ...]  # documents to evaluate on; none of them has the text of a training document
+    num_skipped: int  # number of files, lines, ... left out: no text, not readable, no regular files.
+    digest: str  # hex SHA-256 of all names and texts, in the order above, and of the split
+    notes: tuple[Line, ...] = ()  # notes for the user, a line each: files left out, a split far from the requested one
     kind: str = TEXT
 
     @property
@@ -93,9 +79,6 @@ def load_corpus(config: TextConfig) -> Corpus:
 
     Returns:
         The corpus.
-
-    Raises:
-        ConfigError: the path is missing, is binary or has no text, or too few documents for two sides.
     """
     told = Told()
     left_out = told.left_out

@@ -70,7 +70,6 @@ class Progress:
         """The items, counted as they are consumed.
 
         Args:
-            items: the items.
             size: amount of an item; None: 1.
         """
         done = 0

@@ -63,9 +63,6 @@ def decoded(data: bytes, encoding: str | None = None) -> str:
     Args:
         data: all bytes of the text.
         encoding: encoding of bytes without a mark; None: UTF-8.
-
-    Raises:
-        NotTextError: the bytes are no text.
     """
     name, skipped = encoding_of(data, encoding)
     try:

@@ -27,17 +27,11 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 
 class Reading(NamedTuple):
-    """Options for reading files; see `expertmesh.config.text.TextConfig`.
+    """Options for reading files; see `expertmesh.config.text.TextConfig`."""
 
-    Attributes:
-        tokenizer: tokenizer.json of token files.
-        encoding: encoding of texts without a mark; None: UTF-8.
-        column: field or column with the text, or the messages.
-    """
-
-    tokenizer: str | None = None
-    encoding: str | None = None
-    column: str | None = None
+    tokenizer: str | None = None  # tokenizer.json of token files
+    encoding: str | None = None  # encoding of texts without a mark; None: UTF-8
+    column: str | None = None  # field or column with the text, or the messages
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -48,14 +42,7 @@ def rows_of(path: Path, reading: Reading) -> list[Row] | None:
     """The documents in a file, each read when it is called; None: the file is one text.
 
     Args:
-        path: path of the file.
         reading: options for reading it.
-
-    Raises:
-        ConfigError: a package or a file that the format needs is missing, or the file does not have the format of its ending.
-        NoRecordsError: the file has no known records, though its ending stands for some.
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
     """
     ending = ending_of(path.name)
     if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):

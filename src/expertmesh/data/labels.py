@@ -12,7 +12,6 @@ def labels_to_record(names: Sequence[str], what: str) -> tuple[str, ...]:
     """The labels, if there are 2 to `MOST_LABELS`; else none.
 
     Args:
-        names: the labels.
         what: word for the labels, in the plural, for the warning when there are too many.
     """
     if len(names) > MOST_LABELS:

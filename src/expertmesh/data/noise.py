@@ -41,12 +41,12 @@ def poisson(uniform: float, mean: float) -> int:
 
 
 def add_noise(
-    tokens_N: np.ndarray,
-    draws: Draws,
+    tokens_N: np.ndarray,  # (N,) the text, not empty
+    draws: Draws,  # random numbers
     *,
-    fraction: float,
-    mean_span: float,
-    mask_id: int,
+    fraction: float,  # share of the tokens to mask, in (0, 1); one token stays in any case
+    mean_span: float,  # mean length of a span
+    mask_id: int,  # id of the mask token
     sentence_ends: np.ndarray | None = None,
 ) -> np.ndarray:
     """A noised copy of a text.
@@ -56,11 +56,6 @@ def add_noise(
     and before an earlier span). One mask replaces the whole span.
 
     Args:
-        tokens_N: (N,) the text, not empty.
-        draws: random numbers.
-        fraction: share of the tokens to mask, in (0, 1); one token stays in any case.
-        mean_span: mean length of a span.
-        mask_id: id of the mask token.
         sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences are not permuted.
     """
     if sentence_ends is not None:

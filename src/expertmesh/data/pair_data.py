@@ -25,18 +25,13 @@ class PairData(ConversationData):
         config: options of the data.
         vocab_size: V of the model.
         seed: seed of the order.
-
-    Raises:
-        ConfigError: see `ConversationData`.
-
-    Attributes:
-        reference: log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any.
     """
 
     version = (3, "pairs 1")
     per_sample = 2
 
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+        # log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any
         self.reference: Mapping[str, Tensor] = {}
         super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
 

@@ -16,19 +16,12 @@ _MOST = 1000
 
 
 class WeightedPath(NamedTuple):
-    """An entry of `data.path`.
+    """An entry of `data.path`."""
 
-    Attributes:
-        paths: files and folders that exist, none below another; several where a pattern matches them.
-        root: a folder that all of them lie in, which does not depend on what a pattern matches.
-        weight: number of times that each of its documents is trained on per epoch.
-        name: its entry of `data.path` without the weight.
-    """
-
-    paths: list[Path]
-    root: Path
-    weight: float
-    name: str
+    paths: list[Path]  # files and folders that exist, none below another; several where a pattern matches them
+    root: Path  # a folder that all of them lie in, which does not depend on what a pattern matches
+    weight: float  # number of times that each of its documents is trained on per epoch
+    name: str  # its entry of `data.path` without the weight
 
 
 def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
@@ -38,9 +31,6 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
 
     Args:
         given: the entries; a pattern with *, ? or [ ] stands for all matches, ** for folders of any depth.
-
-    Raises:
-        ConfigError: nothing has that path, or a weight is invalid.
     """
     found: list[WeightedPath] = []
     for text in (given,) if isinstance(given, str) else given:

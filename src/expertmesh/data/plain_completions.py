@@ -19,7 +19,6 @@ class PlainForm:
     """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference.
 
     Args:
-        tokenizer: the tokenizer.
         path: its file, beside which a hub model has its start tokens; None: it was learned from the corpus.
     """
 
@@ -67,9 +66,6 @@ def check_plain(read: object, where: str) -> None:
     Args:
         read: reader of the document.
         where: its name, for messages.
-
-    Raises:
-        ConfigError: it is not.
     """
     why = "has no 'prompt' and 'completion'"
     needed = read.shape.needed if isinstance(read, Row) and read.shape is not None else ()

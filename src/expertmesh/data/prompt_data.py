@@ -31,19 +31,12 @@ _BESIDE = ("system", "tools")
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A prompt.
+    """A prompt."""
 
-    Attributes:
-        given: text or messages, as the record has it.
-        ids: its token ids, with the beginning of an answer.
-        columns: other fields of the record.
-        where: its place in the data.
-    """
-
-    given: Any
-    ids: tuple[int, ...]
-    columns: Mapping[str, Any] = field(compare=False)
-    where: str = field(compare=False)
+    given: Any  # text or messages, as the record has it
+    ids: tuple[int, ...]  # its token ids, with the beginning of an answer
+    columns: Mapping[str, Any] = field(compare=False)  # other fields of the record
+    where: str = field(compare=False)  # its place in the data
 
     @property
     def is_talk(self) -> bool:
@@ -61,17 +54,6 @@ class PromptData:
         vocab_size: V of the model.
         seed: seed of the order.
         room: maximum tokens of a prompt.
-
-    Raises:
-        ConfigError: a record has no prompt, or one that is an answer already or too long; no tokenizer is given; or
-            there are too few prompts for two sides.
-
-    Attributes:
-        prompts: all prompts, training ones first.
-        num_training: number of training prompts.
-        num_validation: number of validation prompts.
-        tokenizer: the tokenizer.
-        ends: tokens that end an answer.
     """
 
     def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, room: int) -> None:
@@ -84,12 +66,12 @@ class PromptData:
         self.tokenizer = given_tokenizer(path, vocab_size=vocab_size)
         is_plain = config.completions == "text"
         form = PlainForm(self.tokenizer, path) if is_plain else find_format(self.tokenizer, path)
-        self.ends = tuple(form.ends)
+        self.ends = tuple(form.ends)  # tokens that end an answer
         self._seed = seed
         render = _Rendered(form, room)
         source, *sides = _records(config)
         found = [[render.prompt(*one) for one in side] for side in sides]
-        self.prompts = [prompt for side in found for prompt in side]
+        self.prompts = [prompt for side in found for prompt in side]  # all prompts, training ones first
         self.num_training, self.num_validation = map(len, found)
         digest = hashlib.sha256(json.dumps([FORMAT_VERSION, self.tokenizer.to_str()]).encode())
         for side in found:

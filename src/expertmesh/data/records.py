@@ -43,20 +43,14 @@ class NoRecordsError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields by which records hold a text or a conversation.
+    """Fields by which records hold a text or a conversation."""
 
-    Attributes:
-        needed: fields that each record has.
-        more: further fields that are read if present.
-        conversation: function from a record to an object with `messages`; None: the one needed field holds a text.
-        beside: fields of a conversation that stand beside the text and are not read.
-        is_pair: whether `conversation` returns an object with the prompt's `messages`, and the messages `chosen` and `rejected`.
-    """
-
-    needed: tuple[str, ...]
-    more: tuple[str, ...] = ()
+    needed: tuple[str, ...]  # fields that each record has
+    more: tuple[str, ...] = ()  # further fields that are read if present
+    # function from a record to an object with `messages`; None: the one needed field holds a text
     conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # fields of a conversation that stand beside the text and are not read
+    # whether `conversation` returns an object with the prompt's `messages`, and the messages `chosen` and `rejected`
     is_pair: bool = False
 
     @property
@@ -98,11 +92,7 @@ def found_shape(
     Args:
         records: the records in their order; unreadable ones are None.
         names: columns of a table, for the message; empty: the fields of the first object.
-        column: see `shape_of`.
         what: subject of the message: "its first object".
-
-    Raises:
-        NoRecordsError: no record has a shape.
     """
     names = list(names)
     for values in records:
@@ -155,23 +145,15 @@ def ascii_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document of a file that holds many; calling it returns the text.
+    """A document of a file that holds many; calling it returns the text."""
 
-    Attributes:
-        values: function that returns the record, or the text if there is no shape; raises a ValueError if it is unreadable.
-        shape: shape of the record; None: a plain text.
-        unit: word for a document in its file: line, entry, row, document.
-        number: number in the file, from 1.
-        where: the file, for messages.
-        encoding: encoding of texts that a table holds as bytes.
-    """
-
+    # function that returns the record, or the text if there is no shape; raises a ValueError if it is unreadable
     values: Callable[[], Any] = field(compare=False)
-    shape: Shape | None
-    unit: str
-    number: int
-    where: str
-    encoding: str | None = None
+    shape: Shape | None  # shape of the record; None: a plain text
+    unit: str  # word for a document in its file: line, entry, row, document
+    number: int  # number in the file, from 1
+    where: str  # the file, for messages
+    encoding: str | None = None  # encoding of texts that a table holds as bytes
 
     @property
     def kind(self) -> str:
@@ -185,14 +167,7 @@ class Row:
         return f"{name}, {self.unit} {self.number}"
 
     def __call__(self) -> str:
-        """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts.
-
-        Raises:
-            ConfigError: the record is no conversation, in a file of conversations, or its flag excludes it from learning; names
-                file and number.
-            NotTextError: the record has no text.
-            OSError: the file cannot be read.
-        """
+        """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts."""
         if self.shape is None:
             return str(self.values())
         if self.shape.conversation is None:

@@ -32,12 +32,7 @@ class SampleData(IndexedData):
     The key is a digest of the sizes and of some samples of each side, so random augmentation counts as other data.
 
     Args:
-        training: training samples.
-        validation: validation samples.
         seed: seed of the order.
-
-    Raises:
-        ConfigError: a side has no sample.
     """
 
     def __init__(self, training: Indexed, validation: Indexed, *, seed: int) -> None:
@@ -77,11 +72,9 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
 
     Args:
         samples: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or `Data` already.
-        validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained on.
+        validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained
+            on.
         seed: seed of the order.
-
-    Raises:
-        ConfigError: the samples have none of these forms, or a side is empty.
     """
     if all(hasattr(samples, name) for name in ("batch", "validation", "key")):
         return samples

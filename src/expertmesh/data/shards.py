@@ -35,36 +35,26 @@ class Shard:
     """The tokens of one split.
 
     Attributes:
-        tokens_N: (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token.
-        ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text token may stand
-            within one, too, where a given tokenizer finds it in a text.
-        num_documents: number of documents.
-        num_bytes: bytes of their texts.
+        ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text
+            token may stand within one, too, where a given tokenizer finds it in a text.
     """
 
+    # (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token
     tokens_N: np.ndarray
     ends: np.ndarray
     num_documents: int
-    num_bytes: int
+    num_bytes: int  # bytes of their texts
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """Tokens of a corpus, with their tokenizer.
+    """Tokens of a corpus, with their tokenizer."""
 
-    Attributes:
-        key: hex digest of all inputs; the same key means the same tokens.
-        training: training tokens.
-        validation: validation tokens.
-        tokenizer_path: the tokenizer, in the cache folder of the tokens.
-        corpus: the documents.
-    """
-
-    key: str
+    key: str  # hex digest of all inputs; the same key means the same tokens
     training: Shard
     validation: Shard
-    tokenizer_path: Path
-    corpus: Corpus
+    tokenizer_path: Path  # the tokenizer, in the cache folder of the tokens
+    corpus: Corpus  # the documents
 
 
 def prepare_tokens(
@@ -79,10 +69,6 @@ def prepare_tokens(
 
     Returns:
         The tokens.
-
-    Raises:
-        ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
-        OSError: the cache cannot be written.
     """
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"

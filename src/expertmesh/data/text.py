@@ -34,10 +34,6 @@ def text_data(
         vocab_size: V of the model.
         seed: seed of the order.
         objective: what is learned from them (`objective.name`).
-
-    Raises:
-        ConfigError: the objective learns from others; see `TextData` and `ConversationData`.
-        OSError: the cache cannot be written.
     """
     corpus = load_corpus(config)
     _check_objective(corpus, config, objective)
@@ -87,16 +83,8 @@ class TextData:
         seed: seed of the order of the windows.
         corpus: the result of `load_corpus`; None: it is called here.
 
-    Raises:
-        ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
-        OSError: the cache cannot be written.
-
     Attributes:
         corpus: the documents.
-        windows: windows of the training split.
-        num_training: number of training samples.
-        num_validation: number of validation samples.
-        labels: names of the entries of `data.path`, all different, if there are 2 to 64.
     """
 
     def __init__(
@@ -106,16 +94,16 @@ class TextData:
         self.key, self.corpus = tokens.key, tokens.corpus
         given = None if config.encode_with is None else expanded(config.encode_with)
         self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
-        self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
+        self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)  # windows of the training split
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
-        self.num_training = self.windows.num_windows
-        self.num_validation = self._validation.num_windows
+        self.num_training = self.windows.num_windows  # number of training samples
+        self.num_validation = self._validation.num_windows  # number of validation samples
         tokenizer = load_tokenizer(tokens.tokenizer_path)
         sizes = token_num_bytes(tokenizer, vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self._end_id = end_of_text_id(tokenizer)
         self._has_documents = config.document_mask
-        self.labels = _entries(config)
+        self.labels = _entries(config)  # names of the entries of `data.path`, all different, if there are 2 to 64
         self._ends = tokens.training.ends
         self._label_of_document = np.array([d.place for d in self.corpus.training], dtype=np.int64)
         self.description = (

@@ -12,17 +12,11 @@ from expertmesh.data.order import shuffled, spread_batches
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of S tokens and their targets from a token array, in a random order per epoch (`data/order.py`).
+    """Windows of S tokens and their targets from a token array, in a random order per epoch (`data/order.py`)."""
 
-    Attributes:
-        tokens_N: (N,) integer tokens.
-        seq_len: tokens of a window, S.
-        seed: seed of the order.
-    """
-
-    tokens_N: np.ndarray
-    seq_len: int
-    seed: int
+    tokens_N: np.ndarray  # (N,) integer tokens
+    seq_len: int  # tokens of a window, S
+    seed: int  # seed of the order
 
     @property
     def num_windows(self) -> int:
