@@ -18,9 +18,6 @@ class AnswerMarks:
     Args:
         text: text format of the model.
         config: options of the server, which may name formats.
-
-    Raises:
-        ConfigError: an option names an unknown format.
     """
 
     def __init__(self, text: TextFormat, config: ServerConfig) -> None:

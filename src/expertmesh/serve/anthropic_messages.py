@@ -157,11 +157,7 @@ _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 
 
 def translated(request: CountTokensRequest) -> TranslatedRequest:
-    """The request as a chat completion.
-
-    Raises:
-        RequestError: a field is not served, or could change the answer and is unknown.
-    """
+    """The request as a chat completion."""
     if (request.model_extra or {}).get("thread") is not None:
         why = "thread: conversations are not kept here; send all messages"
         raise RequestError(400, why, param="thread", details=_NO_THREADS)

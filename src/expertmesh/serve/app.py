@@ -58,35 +58,23 @@ _MOST_ERRORS = 100
 
 
 class ServerApp:
-    """Application over one engine.
-
-    Args:
-        engine: the engine, which only the application uses from now on.
-        config: options of the server.
-        model_name: name of the model for clients.
-        keys: accepted API keys; empty: no key is needed.
-        version: version of the program.
-        num_threads: see `EngineWorker`.
-
-    Attributes:
-        worker: thread of the engine; `start` starts it.
-        gate: the ASGI application.
-    """
+    """Application over one engine."""
 
     def __init__(
         self,
-        engine: Engine,
-        config: ServerConfig,
+        engine: Engine,  # the engine, which only the application uses from now on
+        config: ServerConfig,  # options of the server
         *,
-        model_name: str,
-        keys: tuple[str, ...] = (),
-        version: str,
-        num_threads: int | None = None,
+        model_name: str,  # name of the model for clients
+        keys: tuple[str, ...] = (),  # accepted API keys; empty: no key is needed
+        version: str,  # version of the program
+        num_threads: int | None = None,  # see `EngineWorker`
     ) -> None:
         self.config, self.model_name, self.version = config, model_name, version
         self.engine, self.created = engine, int(time.time())
         self.reader = RequestReader(engine, config, model_name)
         self.metrics = Metrics(engine, model_name)
+        # thread of the engine; `start` starts it
         self.worker = EngineWorker(
             engine,
             self.metrics.stepped,
@@ -98,7 +86,7 @@ class ServerApp:
         self._num_schemas = 0
         self._most = engine.config.max_sequences + config.max_waiting
         self.adapters = RuntimeAdapters(self.worker, self.reader, config.adapter_root)
-        self.gate = Gate(self._routes(), config, keys)
+        self.gate = Gate(self._routes(), config, keys)  # the ASGI application
         asgi: Any = self.gate
         if config.allow_origin:
             from starlette.middleware.cors import CORSMiddleware

@@ -11,46 +11,28 @@ from expertmesh.text.answer_pieces import CallArguments, CallStart, Piece, Thoug
 
 @dataclass
 class AnswerBlock:
-    """Block of an answer.
+    """Block of an answer."""
 
-    Attributes:
-        index: its number in the answer, from 0.
-        kind: what it is.
-        text: its text; of a call, the JSON text of the arguments.
-        call_id: id of a call.
-        name: function of a call.
-    """
-
-    index: int
-    kind: Literal["thought", "text", "call"]
-    text: str = ""
+    index: int  # its number in the answer, from 0
+    kind: Literal["thought", "text", "call"]  # what it is
+    text: str = ""  # its text; of a call, the JSON text of the arguments
     call_id: str = ""
-    name: str = ""
+    name: str = ""  # function of a call
 
 
 class BlockChange(NamedTuple):
-    """Change of a block.
+    """Change of a block."""
 
-    Attributes:
-        what: whether it begins, grows or ends.
-        block: the block, after it.
-        new: new characters.
-    """
-
-    what: Literal["begin", "grow", "end"]
-    block: AnswerBlock
-    new: str = ""
+    what: Literal["begin", "grow", "end"]  # whether it begins, grows or ends
+    block: AnswerBlock  # the block, after it
+    new: str = ""  # new characters
 
 
 @dataclass
 class Blocks:
-    """Blocks of one answer.
+    """Blocks of one answer."""
 
-    Attributes:
-        all: the blocks so far.
-    """
-
-    all: list[AnswerBlock] = field(default_factory=list)
+    all: list[AnswerBlock] = field(default_factory=list)  # the blocks so far
     _open: AnswerBlock | None = None
 
     def feed(self, pieces: Iterable[Piece]) -> Iterator[BlockChange]:

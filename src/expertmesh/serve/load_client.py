@@ -18,33 +18,19 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass
 class Outcome:
-    """Result of a request.
+    """Result of a request."""
 
-    Attributes:
-        status: HTTP status; 0: no response.
-        seconds: time until the end.
-        arrivals: times in seconds at which chunks arrived.
-        num_tokens: tokens of the answer, as counted by the server.
-        is_whole: whether the answer was complete.
-        is_cut: whether this client disconnected on purpose.
-        error: error message, or "".
-    """
-
-    status: int = 0
-    seconds: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    is_whole: bool = False
-    is_cut: bool = False
-    error: str = ""
+    status: int = 0  # HTTP status; 0: no response
+    seconds: float = 0.0  # time until the end
+    arrivals: list[float] = field(default_factory=list)  # times in seconds at which chunks arrived
+    num_tokens: int = 0  # tokens of the answer, as counted by the server
+    is_whole: bool = False  # whether the answer was complete
+    is_cut: bool = False  # whether this client disconnected on purpose
+    error: str = ""  # error message, or ""
 
 
 def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[str, Any]]:
-    """Bodies of the requests.
-
-    Raises:
-        ConfigError: a request is longer than the model's maximum.
-    """
+    """Bodies of the requests."""
     draw = random.Random(load.seed)
 
     def tokens(count: int) -> list[int]:

@@ -26,9 +26,6 @@ class Metrics:
     Args:
         engine: engine whose statistics are collected on each read.
         model_name: label of all metrics.
-
-    Attributes:
-        requests: metrics per answer.
     """
 
     def __init__(self, engine: Engine, model_name: str) -> None:
@@ -36,7 +33,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # memory and CPU time of this process
-        self.requests = RequestMetrics(self._registry, model_name)
+        self.requests = RequestMetrics(self._registry, model_name)  # metrics per answer
 
         def timed(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             found = Histogram(

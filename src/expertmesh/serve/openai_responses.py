@@ -182,11 +182,7 @@ class ResponsesRequest(RequestObject):
 
 
 def translated(request: ResponsesRequest) -> TranslatedRequest:
-    """The request as a chat completion.
-
-    Raises:
-        RequestError: a field is not served, or could change the answer and is unknown.
-    """
+    """The request as a chat completion."""
     if _NO_LOGPROBS in (request.include or ()):
         raise RequestError(400, "include: /v1/chat/completions has logprobs", param="include")
     if request.stream_options is not None:

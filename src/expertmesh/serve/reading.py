@@ -58,28 +58,19 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class Job:
-    """Parsed request.
+    """Parsed request."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        shown: text of each prompt, if it is echoed; else empty.
-        params: sampling parameters of each prompt.
-        drops_token: whether the one generated token is dropped, because max_tokens is 0.
-        adapter: name of the adapter; None: the model alone.
-        guide: what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`).
-        make_parser: makes the parser of one answer's text; a new one for each answer.
-        has_thoughts: whether the client wants to see thoughts.
-        without_effect: fields of the request that the model does not know, which a header of the response names.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    shown: Sequence[str]
-    params: Sequence[SamplingParams]
-    drops_token: bool = False
-    adapter: str | None = None
+    prompts: Sequence[Sequence[int]]  # token ids of each prompt
+    shown: Sequence[str]  # text of each prompt, if it is echoed; else empty
+    params: Sequence[SamplingParams]  # sampling parameters of each prompt
+    drops_token: bool = False  # whether the one generated token is dropped, because max_tokens is 0
+    adapter: str | None = None  # name of the adapter; None: the model alone
+    # what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`)
     guide: Guide | None = None
+    # makes the parser of one answer's text; a new one for each answer
     make_parser: Callable[[], AnswerParser] = PlainParser
-    has_thoughts: bool = True
+    has_thoughts: bool = True  # whether the client wants to see thoughts
+    # fields of the request that the model does not know, which a header of the response names
     without_effect: tuple[str, ...] = ()
 
 
@@ -90,9 +81,6 @@ class RequestReader:
         engine: engine that will answer.
         config: options of the server.
         model_name: name of the model for clients.
-
-    Attributes:
-        leaving: adapters that new requests do not find, because they are to be unloaded.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
@@ -101,7 +89,7 @@ class RequestReader:
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
         self._engine = engine
-        self.leaving: set[str] = set()
+        self.leaving: set[str] = set()  # adapters that new requests do not find, because they are to be unloaded
         self._specials = special_ids(self.text.tokenizer)
         self._marks = AnswerMarks(self.text, config)
 
@@ -111,11 +99,7 @@ class RequestReader:
         return [self._name, *(one for one in self._engine.adapters if one not in self.leaving)]
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Adapter of a name; None: the name is the model's, or not given.
-
-        Raises:
-            RequestError: the name is unknown.
-        """
+        """Adapter of a name; None: the name is the model's, or not given."""
         if name is None or name == self._name:
             return None
         known = self.model_names
@@ -132,11 +116,7 @@ class RequestReader:
         return name
 
     def completion(self, request: CompletionRequest) -> Job:
-        """Parse a completion request.
-
-        Raises:
-            RequestError: a field is unsupported or invalid.
-        """
+        """Parse a completion request."""
         adapter = self._check(request)
         if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
             raise _over("logprobs", request.logprobs, self._config.max_logprobs)
@@ -163,11 +143,7 @@ class RequestReader:
         return self._constrained(request, job)
 
     def chat(self, request: ChatRequest) -> Job:
-        """Parse a chat completion request.
-
-        Raises:
-            RequestError: a field is unsupported or invalid, or there is no chat template.
-        """
+        """Parse a chat completion request."""
         adapter = self._check(request)
         count = request.top_logprobs
         if count is not None and count > self._config.max_logprobs:
@@ -218,11 +194,7 @@ class RequestReader:
         )
 
     def chat_ids(self, request: ChatPrompt, use: ToolUse) -> list[int]:
-        """Tokens of a conversation with these tools.
-
-        Raises:
-            RequestError: there is no chat template, it rejects the messages, or a field of the prompt is invalid.
-        """
+        """Tokens of a conversation with these tools."""
         if not self.text.can_chat:
             raise RequestError(
                 400,
@@ -282,9 +254,6 @@ class RequestReader:
 
         A text that is only the name of a special token becomes that token, because programs look up its id this way;
         inside a longer text the name is plain text.
-
-        Raises:
-            RequestError: see `chat_ids`, `adapter_of`.
         """
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
@@ -306,11 +275,7 @@ class RequestReader:
             raise RequestError(400, str(error), param="prompt", code=error.code) from None
 
     def detokenize(self, request: DetokenizeRequest) -> str:
-        """Text of tokens.
-
-        Raises:
-            RequestError: a token or a field is unknown; see `adapter_of`.
-        """
+        """Text of tokens."""
         self.adapter_of(request.model)
         refuse_unknown(request.model_extra)
         self.check_ids(request.tokens, "tokens")
@@ -384,11 +349,7 @@ class RequestReader:
         return self._guided(job, guide, self._engine.answer_rules.known)
 
     def with_rules(self, job: Job) -> Job:
-        """A job whose guide is compiled, which may take seconds.
-
-        Raises:
-            RequestError: the guide cannot be kept.
-        """
+        """A job whose guide is compiled, which may take seconds."""
         assert job.guide is not None
         return self._guided(job, job.guide, self._engine.answer_rules.compiled)
 
@@ -405,18 +366,15 @@ class RequestReader:
 
 
 def refuse_unknown(
-    fields: Mapping[str, Any] | None,
+    fields: Mapping[str, Any] | None,  # fields that the request's model does not have
     *,
-    place: str = "",
-    known: Iterable[str] = (),
+    place: str = "",  # path of the object that has them, with a dot
+    known: Iterable[str] = (),  # names of those that are read elsewhere
     harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
     """Raise RequestError if a field is unknown and its value could change an answer.
 
     Args:
-        fields: fields that the request's model does not have.
-        place: path of the object that has them, with a dot.
-        known: names of those that are read elsewhere.
         harmless: values without effect of this request, beside `HARMLESS`.
     """
     for name, value in (fields or {}).items():

@@ -55,11 +55,7 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, request: UnloadAdapterRequest) -> str:
-        """Unload an adapter once its requests have ended; new ones do not find it. Returns what has happened.
-
-        Raises:
-            RequestError: it is not allowed, or there is no such adapter.
-        """
+        """Unload an adapter once its requests have ended; new ones do not find it. Returns what has happened."""
         self._check()
         refuse_unknown(request.model_extra)
         name = request.lora_name

@@ -71,17 +71,11 @@ Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
 
 class Spelled(NamedTuple):
-    """Option of a request in a body.
+    """Option of a request in a body."""
 
-    Attributes:
-        kind: type in JSON.
-        also: names of other servers for it, which are refused unless the field has the same value.
-        read: its value in `SamplingParams`.
-    """
-
-    kind: Any
-    also: tuple[str, ...] = ()
-    read: Callable[[Any], Any] = lambda value: value
+    kind: Any  # type in JSON
+    also: tuple[str, ...] = ()  # names of other servers for it, which are refused unless the field has the same value
+    read: Callable[[Any], Any] = lambda value: value  # its value in `SamplingParams`
 
 
 def _declared(name: str, **bounds: Any) -> Any:

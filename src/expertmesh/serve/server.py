@@ -31,11 +31,7 @@ _LAST_WORDS_S = 3.0
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Bound socket; connections are accepted once `serve` listens.
-
-    Raises:
-        ConfigError: the address is unavailable.
-    """
+    """Bound socket; connections are accepted once `serve` listens."""
     place = None
     try:
         found = socket.getaddrinfo(

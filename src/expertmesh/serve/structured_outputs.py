@@ -36,16 +36,10 @@ GUIDE_FIELDS = ("response_format", "structured_outputs", *_NAMED)
 
 
 class Guide(NamedTuple):
-    """Rule for the whole answer.
+    """Rule for the whole answer."""
 
-    Attributes:
-        field: the field that says it.
-        option: the option of `SamplingParams`.
-        value: its value.
-    """
-
-    field: str
-    option: str
+    field: str  # the field that says it
+    option: str  # the option of `SamplingParams`
     value: Any
 
 
@@ -57,9 +51,6 @@ def guide_of(fields: Mapping[str, Any]) -> Guide | None:
             "schema", {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "pattern": ...} or
             {"type": "grammar", "grammar": ...}; `structured_outputs` has one of json, json_object, choice, regex and
             grammar; `guided_json` is a schema or its text, and so on.
-
-    Raises:
-        RequestError: a field has another form or an unknown field within, or more than one is given.
     """
     found = [
         guide

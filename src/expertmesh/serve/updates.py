@@ -18,21 +18,13 @@ from expertmesh.text.answer_pieces import (
 
 @dataclass(frozen=True)
 class Update:
-    """New part of an answer.
+    """New part of an answer."""
 
-    Attributes:
-        pieces: new content, thoughts and calls, in order; a prompt that is echoed is content.
-        ids: new tokens, including the prompt's if it is echoed.
-        entries: logprobs of the new tokens; None for the first token of a prompt.
-        experts: new rows of routed experts, and the index of the first one.
-        finish_reason: finish reason if the answer has ended, else None; "tool_calls" for an answer with calls that ended
-            by itself.
-    """
-
-    pieces: Sequence[Piece]
-    ids: Sequence[int] = ()
-    entries: Sequence[Logprob | None] = ()
-    experts: tuple[Any, int] | None = None
+    pieces: Sequence[Piece]  # new content, thoughts and calls, in order; a prompt that is echoed is content
+    ids: Sequence[int] = ()  # new tokens, including the prompt's if it is echoed
+    entries: Sequence[Logprob | None] = ()  # logprobs of the new tokens; None for the first token of a prompt
+    experts: tuple[Any, int] | None = None  # new rows of routed experts, and the index of the first one
+    # finish reason if the answer has ended, else None; "tool_calls" for an answer with calls that ended by itself
     finish_reason: str | None = None
 
 

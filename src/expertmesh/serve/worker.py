@@ -39,18 +39,11 @@ class EngineFailedError(RuntimeError):
 
 @dataclass(eq=False)
 class Ticket:
-    """Request of a client: prompts, with n answers to each.
+    """Request of a client: prompts, with n answers to each."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        params: sampling parameters of each prompt.
-        adapter: name of the adapter; None: the model alone.
-        num_answers: total number of answers.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    adapter: str | None = None
+    prompts: Sequence[Sequence[int]]  # token ids of each prompt
+    params: Sequence[SamplingParams]  # sampling parameters of each prompt
+    adapter: str | None = None  # name of the adapter; None: the model alone
     _news: dict[int, RequestOutput] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
@@ -72,12 +65,7 @@ class Ticket:
         self._changed.set()
 
     async def changes(self) -> AsyncIterator[dict[int, RequestOutput]]:
-        """Latest output of each updated answer, by index (prompt times n, plus answer), until all have ended.
-
-        Raises:
-            ConfigError: the engine refused the request.
-            EngineFailedError: the engine failed.
-        """
+        """Latest output of each updated answer, by index (prompt times n, plus answer), until all have ended."""
         num_left = self.num_answers
         while num_left:
             await self._changed.wait()
@@ -93,31 +81,26 @@ class EngineWorker:
     """Thread that steps an engine.
 
     Args:
-        engine: the engine, which only this thread uses from now on.
         observe: called in the event loop with tokens and seconds of each step, for metrics.
         writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
-        num_threads: number of CPU threads of the steps; None: torch's.
         left: called in the thread with the number of unfinished answers of a closed ticket, for metrics.
 
     Attributes:
-        engine: the engine.
-        error: reason why the engine is dead; None: it is alive.
-        is_lost: whether it is dead because a rank was lost.
         num_answers: number of answers of open tickets.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine,  # the engine, which only this thread uses from now on
         observe: Callable[[int, float], None] | None = None,
         *,
         writing_s: float = 0.1,
-        num_threads: int | None = None,
+        num_threads: int | None = None,  # number of CPU threads of the steps; None: torch's
         left: Callable[[int], None] | None = None,
     ) -> None:
         self.engine, self._left = engine, left
-        self.error: str | None = None
-        self.is_lost = False
+        self.error: str | None = None  # reason why the engine is dead; None: it is alive
+        self.is_lost = False  # whether it is dead because a rank was lost
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -13,19 +13,12 @@ _FITS = ((float("inf"),),)
 
 
 class _Error(NamedTuple):
-    """Error at a place of the body.
+    """Error at a place of the body."""
 
-    Attributes:
-        steps: keys and indices to the place; with labels between them.
-        labels: whether each step is a label.
-        kind: pydantic's type of the error.
-        text: the reason.
-    """
-
-    steps: tuple[Any, ...]
-    labels: tuple[bool, ...]
-    kind: str
-    text: str
+    steps: tuple[Any, ...]  # keys and indices to the place; with labels between them
+    labels: tuple[bool, ...]  # whether each step is a label
+    kind: str  # pydantic's type of the error
+    text: str  # the reason
 
     def without(self, at: int) -> "_Error":
         """Error without the label at an index."""
