@@ -33,9 +33,6 @@ def finetuned(
         kind: "full", or "lora": low-rank adapters while the weights rest.
         given: options of adapters by their names in `OF_ADAPTERS`.
         seq_len: tokens of a sequence; None: what the model takes, at most 2,048, as in training.
-
-    Raises:
-        ConfigError: our GPT cannot run the model, or an option breaks a rule of training.
     """
     if not isinstance(model.sizes, GPTSizes) or model.has_lengths:
         raise ConfigError(

@@ -43,7 +43,6 @@ def fit_rows(
     A pattern search over single constants and pairs: deterministic, about a second for 30 rows.
 
     Args:
-        rows: see `Row`.
         usual: constants from which the fit starts, and to which it is drawn.
         bounds: bounds of the constants to fit; others stay as they are.
     """

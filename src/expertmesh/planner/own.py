@@ -26,12 +26,6 @@ def own_points(path: str) -> tuple[PublishedMeasurement, ...]:
 
     `model` may also be a recipe, a run or a config.json, and `cluster` a file; `settings` may be left out. All rows enter the fit.
 
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row lacks a field or has a wrong one.
-
     Example:
         A file with one row::
 

@@ -19,16 +19,8 @@ BARS = 4
 def write_page(plan: SearchResult, path: str | Path) -> Path:
     """Write a page about a plan.
 
-    Args:
-        plan: the plan.
-        path: path of the file.
-
     Returns:
         Path of the written file.
-
-    Raises:
-        ConfigError: the path cannot be a file.
-        OSError: the file cannot be written.
     """
     target = output_file("page", path)
     write_whole(target, _filled(plan))

@@ -40,35 +40,20 @@ _OF_RUN = ("recipe", "family", "model")
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model with the sequences and tokens of its training.
+    """A model with the sequences and tokens of its training."""
 
-    Attributes:
-        name: name for display, and in the printed command.
-        sizes: sizes of the model.
-        seq_len: tokens of a sequence, S.
-        batch_tokens: tokens of one step.
-        train_tokens: tokens of the whole training.
-        config: configuration of a run of this project; None: the model cannot be trained here.
-        guesses: guessed inputs of its training, in words.
-        words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
-        files: formats of the weights in its files; None: not said.
-        folder: folder of its weights; "": unknown.
-        has_lengths: whether the lengths of its sequences are the model's, as sources and targets are.
-        unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
-    """
-
-    name: str
+    name: str  # name for display, and in the printed command
     sizes: ModelSizes
-    seq_len: int
-    batch_tokens: int
-    train_tokens: float
-    config: RunConfig | None = None
-    guesses: tuple[str, ...] = ()
-    words: str = ""
-    files: Weights | None = None
-    folder: str = ""
-    has_lengths: bool = False
-    unread: tuple[str, ...] = ()
+    seq_len: int  # tokens of a sequence, S
+    batch_tokens: int  # tokens of one step
+    train_tokens: float  # tokens of the whole training
+    config: RunConfig | None = None  # configuration of a run of this project; None: the model cannot be trained here
+    guesses: tuple[str, ...] = ()  # guessed inputs of its training, in words
+    words: str = ""  # words after `expertmesh train` that give this configuration; "": it is of no recipe and no file
+    files: Weights | None = None  # formats of the weights in its files; None: not said
+    folder: str = ""  # folder of its weights; "": unknown
+    has_lengths: bool = False  # whether the lengths of its sequences are the model's, as sources and targets are
+    unread: tuple[str, ...] = ()  # what its config.json says and no plan counts, and what its sizes leave out, in words
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -77,9 +62,6 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     Args:
         target: a recipe's name, a run's folder, a config.json of the hub or its folder, a name of
             planner/published.toml, or a configuration.
-
-    Raises:
-        ConfigError: the target is none of these, or a model that is no decoder.
     """
     if isinstance(target, GPTRunConfig):
         return of_config("configuration", target)
@@ -110,9 +92,6 @@ def changed_recipe(name: str, changes: Mapping[str, Any]) -> GPTRunConfig:
     Args:
         name: name of a recipe of a decoder.
         changes: values by dotted name.
-
-    Raises:
-        ConfigError: there is no such recipe or option, or a value breaks a rule.
     """
     config = recipe(name, changes)
     if not isinstance(config, GPTRunConfig):
@@ -146,7 +125,6 @@ def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedMod
 
     Args:
         name: name for display.
-        config: the configuration.
         words: words after `expertmesh train` that give it.
     """
     seq_len = config.data.seq_len

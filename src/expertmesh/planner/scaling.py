@@ -11,15 +11,10 @@ SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Scaled:
-    """The best layout on one number of devices.
+    """The best layout on one number of devices."""
 
-    Attributes:
-        num_gpus: number of devices.
-        best: the best layout; None: none fits.
-    """
-
-    num_gpus: int
-    best: Candidate | None
+    num_gpus: int  # number of devices
+    best: Candidate | None  # the best layout; None: none fits
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,15 +24,10 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Crossover:
-    """A change of the best layout with the number of devices.
+    """A change of the best layout with the number of devices."""
 
-    Attributes:
-        what: the change, in words.
-        num_gpus: devices of the smallest cluster after the change; None: nowhere from 8 to 4,096.
-    """
-
-    what: str
-    num_gpus: int | None
+    what: str  # the change, in words
+    num_gpus: int | None  # devices of the smallest cluster after the change; None: nowhere from 8 to 4,096
 
 
 def scaling(problem: Problem) -> list[Scaled]:

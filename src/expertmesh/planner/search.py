@@ -23,43 +23,25 @@ TENSOR_DEGREES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class ChosenDegrees:
-    """Degrees of a layout that are given; None: searched.
+    """Degrees of a layout that are given; None: searched."""
 
-    Attributes:
-        tp_degree: ranks that share sequences and dense matrices.
-        route_degree: ranks that tokens travel over.
-        micro_batch: sequences of a data-parallel rank in one pass.
-        zero_stage: 1 to 3.
-    """
-
-    tp_degree: int | None = None
-    route_degree: int | None = None
-    micro_batch: int | None = None
-    zero_stage: int | None = None
+    tp_degree: int | None = None  # ranks that share sequences and dense matrices
+    route_degree: int | None = None  # ranks that tokens travel over
+    micro_batch: int | None = None  # sequences of a data-parallel rank in one pass
+    zero_stage: int | None = None  # 1 to 3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of a search.
-
-    Attributes:
-        sizes: sizes of the model.
-        cluster: the cluster.
-        work: sequences, precision and software.
-        batch: sequences of one step.
-        efficiency: efficiency of the software.
-        pp_degree: pipeline stages; always 1 in runs of this project.
-        virtual_stages: virtual stages of each pipeline stage.
-        chosen: given degrees.
-    """
+    """Inputs of a search."""
 
     sizes: ModelSizes
     cluster: Cluster
-    work: Workload
-    batch: int
-    efficiency: Efficiency
-    pp_degree: int = 1
-    virtual_stages: int = 1
+    work: Workload  # sequences, precision and software
+    batch: int  # sequences of one step
+    efficiency: Efficiency  # efficiency of the software
+    pp_degree: int = 1  # pipeline stages; always 1 in runs of this project
+    virtual_stages: int = 1  # virtual stages of each pipeline stage
     chosen: ChosenDegrees = ChosenDegrees()
 
     @property
@@ -83,12 +65,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and time.
-
-    Attributes:
-        problem: the problem.
-        layout: the layout.
-    """
+    """A layout with its memory and time."""
 
     problem: Problem
     layout: RankLayout
@@ -223,7 +200,6 @@ def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
     Where that fills more than `SAFE` of the memory, the largest that does not is a candidate, too.
 
     Args:
-        problem: the problem.
         smallest: use the smallest micro-batch instead.
     """
     for layout in layouts(problem):
@@ -258,8 +234,8 @@ def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
     """Candidates that fit, best first, each with its fastest all-to-all and overlap degree.
 
     Args:
-        problem: the problem.
-        goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the device.
+        goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the
+            device.
     """
     found = [
         min(ways(one), key=lambda c: c.seconds.total_s)

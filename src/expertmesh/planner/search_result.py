@@ -17,21 +17,13 @@ MEMORY_BAR = (0.95, 1.10)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts of a model on a cluster, with costs.
-
-    Attributes:
-        model: the model.
-        problem: inputs of the search.
-        goal: goal of the search.
-        candidates: candidates that fit, best first.
-        guesses: guessed inputs, in words.
-    """
+    """Layouts of a model on a cluster, with costs."""
 
     model: PlannedModel
-    problem: Problem
+    problem: Problem  # inputs of the search
     goal: Goal
-    candidates: tuple[Candidate, ...]
-    guesses: tuple[str, ...]
+    candidates: tuple[Candidate, ...]  # candidates that fit, best first
+    guesses: tuple[str, ...]  # guessed inputs, in words
 
     @property
     def best(self) -> Candidate:

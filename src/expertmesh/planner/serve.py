@@ -36,8 +36,6 @@ def servings(model: PlannedModel, cluster: Cluster, usual: Serving) -> Iterator[
     """All layouts for generation that the engine accepts, whether they fit or not.
 
     Args:
-        model: the model.
-        cluster: the cluster.
         usual: a layout whose sequences, formats and slots all have.
     """
     sizes, redundant = model.sizes, usual.redundant
@@ -60,16 +58,15 @@ class ServePlan:
     """Layouts for generation that fit.
 
     Attributes:
-        model: the model.
-        ways: layouts that fit, best first: fastest, or with most requests per second at a given time per token.
-        twin: the best layout of a dense model of as good answers, by a rule of thumb; None: the model is dense, or it fits nowhere.
-        guesses: guessed inputs, in words.
+        twin: the best layout of a dense model of as good answers, by a rule of thumb; None: the model is dense, or it
+            fits nowhere.
     """
 
     model: PlannedModel
+    # layouts that fit, best first: fastest, or with most requests per second at a given time per token
     ways: tuple[Serving, ...]
     twin: Serving | None
-    guesses: tuple[str, ...]
+    guesses: tuple[str, ...]  # guessed inputs, in words
 
     @property
     def best(self) -> Serving:
@@ -87,38 +84,31 @@ class ServePlan:
 
 
 def serve_plan(
-    model: str | Path | GPTRunConfig,
+    model: str | Path | GPTRunConfig,  # see `expertmesh.plan`
     *,
-    cluster: str | Path | Cluster,
-    batch: int | None = None,
-    context: int | None = None,
+    cluster: str | Path | Cluster,  # see `expertmesh.plan`
+    batch: int | None = None,  # sequences at once, on all devices; None: as many as `token_ms` allows
+    context: int | None = None,  # tokens of each sequence; None: of prompt and answer together
     prompt: int | None = None,
-    answer: int | None = None,
+    answer: int | None = None,  # tokens of an answer; None: the rest of the context
     token_ms: float | None = None,
     weights: str | None = None,
     cache: Literal["bfloat16", "fp8", "float32"] | None = None,
-    fused: bool = False,
+    fused: bool = False,  # whether steps are replayed from CUDA graphs, as this project's engine does on one GPU
     expert_slots: int | None = None,
     num_redundant_experts: int = 0,
 ) -> ServePlan:
     """Plan generation with a model on a cluster: time per token, throughput, price, memory. Imports no torch.
 
     Args:
-        model: see `expertmesh.plan`.
-        cluster: see `expertmesh.plan`.
-        batch: sequences at once, on all devices; None: as many as `token_ms` allows.
-        context: tokens of each sequence; None: of prompt and answer together.
         prompt: tokens of a prompt, for the time to the first token and its price; None: prompts are not counted.
-        answer: tokens of an answer; None: the rest of the context.
-        token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per second.
+        token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per
+            second.
         weights: formats, as "fp8" or "experts=mxfp4,attention=bfloat16"; None: as the model's files have them, or BF16.
         cache: format of keys and values; None: BF16, on slow devices FP32.
-        fused: whether steps are replayed from CUDA graphs, as this project's engine does on one GPU.
         expert_slots: experts of a layer that a device holds, the others in the host's memory or on its disk; None: all.
-        num_redundant_experts: copies of experts in each layer, so that devices may share experts that they do not divide.
-
-    Raises:
-        ConfigError: a value breaks a rule, or the model fits nowhere.
+        num_redundant_experts: copies of experts in each layer, so that devices may share experts that they do not
+            divide.
 
     Example:
         >>> from expertmesh.planner.serve import serve_plan

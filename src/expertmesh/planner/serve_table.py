@@ -143,11 +143,7 @@ def serving_text(way: Serving) -> str:
 
 
 def serve_json(plan: ServePlan) -> dict[str, Any]:
-    """Values of a plan of generation, named as in `plan_json.as_json`.
-
-    Args:
-        plan: the plan.
-    """
+    """Values of a plan of generation, named as in `plan_json.as_json`."""
     best = plan.best
     return {
         "model": plan.model.name,

@@ -26,42 +26,26 @@ _BLOCK = 32
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds of generation beyond bytes and products, set with the rows marked `fit` in sight.
+    """Seconds of generation beyond bytes and products, set with the rows marked `fit` in sight."""
 
-    Attributes:
-        eager_s: of a layer, launched operation by operation (row tt-qwen3-30b-a100 of published.toml).
-        fused_s: of a layer in a graph: beginnings and ends of its kernels (row ix-r1-8).
-        sequence_s: of each sequence of a device: scheduling, sampling, small kernels (row ix-gpt-oss-120b-256).
-    """
-
-    eager_s: float = 1.2e-4
-    fused_s: float = 6e-5
+    eager_s: float = 1.2e-4  # of a layer, launched operation by operation (row tt-qwen3-30b-a100 of published.toml)
+    fused_s: float = 6e-5  # of a layer in a graph: beginnings and ends of its kernels (row ix-r1-8)
+    # of each sequence of a device: scheduling, sampling, small kernels (row ix-gpt-oss-120b-256)
     sequence_s: float = 1.4e-4
 
 
 @dataclass(frozen=True)
 class TokenSeconds:
-    """Seconds of one step of generation by part.
+    """Seconds of one step of generation by part."""
 
-    Attributes:
-        weights_s: reading dense weights and weights of experts that some token chose.
-        fetches_s: copying experts that no slot has, from the host's memory or from a disk.
-        cache_s: reading keys and values.
-        products_s: time of products beyond reading weights.
-        exchange_s: dispatch and combine of tokens.
-        tensor_s: all-reduces of tensor parallelism.
-        host_s: launches, and beginnings and ends of kernels.
-        sequences_s: scheduling and sampling of each sequence.
-    """
-
-    weights_s: float
-    fetches_s: float
-    cache_s: float
-    products_s: float
-    exchange_s: float
-    tensor_s: float
-    host_s: float
-    sequences_s: float
+    weights_s: float  # reading dense weights and weights of experts that some token chose
+    fetches_s: float  # copying experts that no slot has, from the host's memory or from a disk
+    cache_s: float  # reading keys and values
+    products_s: float  # time of products beyond reading weights
+    exchange_s: float  # dispatch and combine of tokens
+    tensor_s: float  # all-reduces of tensor parallelism
+    host_s: float  # launches, and beginnings and ends of kernels
+    sequences_s: float  # scheduling and sampling of each sequence
 
     @property
     def total_s(self) -> float:
@@ -72,41 +56,24 @@ class TokenSeconds:
 
 @dataclass(frozen=True)
 class Serving:
-    """A layout for generation, with its memory and time.
-
-    Attributes:
-        sizes: sizes of the model.
-        cluster: the cluster.
-        batch: sequences that are generated at once, on all devices.
-        context: tokens of each sequence, for which there is room.
-        tp_degree: devices that share the dense layers of a sequence.
-        route_degree: devices over which the experts are spread; copies of this group generate separately.
-        weights: formats of the weights.
-        cache_bytes: bytes of an element of keys and values.
-        fused: whether steps are replayed from CUDA graphs.
-        expert_slots: experts of a layer that a device holds; None: all of its own.
-        redundant: copies of experts in each layer, beside the experts.
-        overlaps: whether two halves of the sequences take turns, so that the exchange of one hides under the other's work.
-        prompt: tokens of a prompt; 0: prompts are not counted.
-        answer: tokens of an answer.
-        overheads: seconds beyond bytes and products.
-    """
+    """A layout for generation, with its memory and time."""
 
     sizes: ModelSizes
     cluster: Cluster
-    batch: int
-    context: int
-    tp_degree: int
-    route_degree: int
-    weights: Weights = Weights()
-    cache_bytes: float = 2.0
-    fused: bool = False
-    expert_slots: int | None = None
-    redundant: int = 0
+    batch: int  # sequences that are generated at once, on all devices
+    context: int  # tokens of each sequence, for which there is room
+    tp_degree: int  # devices that share the dense layers of a sequence
+    route_degree: int  # devices over which the experts are spread; copies of this group generate separately
+    weights: Weights = Weights()  # formats of the weights
+    cache_bytes: float = 2.0  # bytes of an element of keys and values
+    fused: bool = False  # whether steps are replayed from CUDA graphs
+    expert_slots: int | None = None  # experts of a layer that a device holds; None: all of its own
+    redundant: int = 0  # copies of experts in each layer, beside the experts
+    # whether two halves of the sequences take turns, so that the exchange of one hides under the other's work
     overlaps: bool = False
-    prompt: int = 0
-    answer: int = 1
-    overheads: Overheads = Overheads()
+    prompt: int = 0  # tokens of a prompt; 0: prompts are not counted
+    answer: int = 1  # tokens of an answer
+    overheads: Overheads = Overheads()  # seconds beyond bytes and products
 
     @property
     def layer_s(self) -> float:

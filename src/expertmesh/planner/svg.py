@@ -13,38 +13,23 @@ _MUTED = "var(--muted)"
 
 @dataclass(frozen=True)
 class Dot:
-    """A point with a tooltip.
+    """A point with a tooltip."""
 
-    Attributes:
-        x: value on the horizontal axis.
-        y: value on the vertical axis.
-        tip: text of the tooltip.
-        colour: a CSS colour.
-        radius: radius in pixels.
-    """
-
-    x: float
-    y: float
-    tip: str = ""
-    colour: str = COLOURS[0]
-    radius: float = 4.0
+    x: float  # value on the horizontal axis
+    y: float  # value on the vertical axis
+    tip: str = ""  # text of the tooltip
+    colour: str = COLOURS[0]  # a CSS colour
+    radius: float = 4.0  # radius in pixels
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a plot.
+    """An axis of a plot."""
 
-    Attributes:
-        name: name with unit.
-        low: its first value.
-        high: its last value.
-        is_log: whether it is logarithmic.
-    """
-
-    name: str
-    low: float
-    high: float
-    is_log: bool = False
+    name: str  # name with unit
+    low: float  # its first value
+    high: float  # its last value
+    is_log: bool = False  # whether it is logarithmic
 
     def place(self, value: float) -> float:
         """Position of a value on the axis, from 0 to 1."""
@@ -86,24 +71,15 @@ def _short(value: float) -> str:
 
 
 def plot(
-    x: Axis,
-    y: Axis,
-    dots: Sequence[Dot],
+    x: Axis,  # the horizontal axis
+    y: Axis,  # the vertical axis
+    dots: Sequence[Dot],  # the points
     *,
-    lines: Sequence[tuple[Sequence[tuple[float, float]], str]] = (),
-    marks: Sequence[tuple[float, str]] = (),
-    label: str,
+    lines: Sequence[tuple[Sequence[tuple[float, float]], str]] = (),  # each a sequence of (x, y), and its colour
+    marks: Sequence[tuple[float, str]] = (),  # vertical lines, each with a text
+    label: str,  # description of the picture for screen readers
 ) -> str:
-    """Points and lines in a frame with axes.
-
-    Args:
-        x: the horizontal axis.
-        y: the vertical axis.
-        dots: the points.
-        lines: each a sequence of (x, y), and its colour.
-        marks: vertical lines, each with a text.
-        label: description of the picture for screen readers.
-    """
+    """Points and lines in a frame with axes."""
 
     def to_x(value: float) -> float:
         return _LEFT + x.place(value) * (WIDTH - _LEFT - _RIGHT)

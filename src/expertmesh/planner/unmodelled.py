@@ -49,9 +49,6 @@ def refuse_unmodelled(name: str, values: _Values) -> None:
     Args:
         name: name of the model, for the message.
         values: the values of its config.json.
-
-    Raises:
-        ConfigError: it has such a part; names the option that says so.
     """
     inner = values.get("text_config")
     for found in (values, inner if isinstance(inner, Mapping) else {}):
