@@ -35,20 +35,15 @@ class Arithmetic:
     """Device, type, library and threads of a run's computation.
 
     Attributes:
-        device: "cpu" or "cuda".
-        dtype: the type of matrix products.
-        library: the library that multiplies FP32 on a CPU.
-        reason: why "auto" is this type, in a few words; empty: the type was given.
-        threads: threads of the run on a CPU; None: a run of an old version, which did not record them.
-        kernels: name of the kernels for CPUs that the run last computed by, see `ops.backend.cpu_kernels`; None: on a GPU, or not
-            recorded by an old version.
+        kernels: name of the kernels for CPUs that the run last computed by, see `ops.backend.cpu_kernels`; None: on a
+            GPU, or not recorded by an old version.
     """
 
-    device: str
-    dtype: str
-    library: Library
-    reason: str = ""
-    threads: int | None = None
+    device: str  # "cpu" or "cuda"
+    dtype: str  # the type of matrix products
+    library: Library  # the library that multiplies FP32 on a CPU
+    reason: str = ""  # why "auto" is this type, in a few words; empty: the type was given
+    threads: int | None = None  # threads of the run on a CPU; None: a run of an old version, which did not record them
     kernels: str | None = None
 
 
@@ -87,11 +82,7 @@ def threads_for(products: Sequence[Product]) -> int:
 
 
 def read_arithmetic(path: Path) -> Arithmetic | None:
-    """A run's `Arithmetic`, read from its file; None if there is none.
-
-    Raises:
-        ConfigError: the file is unreadable.
-    """
+    """A run's `Arithmetic`, read from its file; None if there is none."""
     try:
         values = parse_json(path.read_bytes())
         values.pop("seconds", None)  # older runs measured

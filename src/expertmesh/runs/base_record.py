@@ -51,9 +51,6 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
         saved: record in the checkpoint.
         own: record of the run that continues.
         where: the checkpoint, for errors.
-
-    Raises:
-        ConfigError: they are others.
     """
     before = _record(saved, where=where)
     if before["digest"] != own["digest"]:
@@ -73,28 +70,16 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
 
 
 class BaseRecord(NamedTuple):
-    """Base of a checkpoint's adapters.
-
-    Attributes:
-        path: its folder.
-        weights: its checkpoint, or the folder.
-        rounds: format that its experts were rounded to for the training; None: as they are.
-        config: options of the adapters.
-    """
+    """Base of a checkpoint's adapters."""
 
     path: Path
-    weights: Path
-    rounds: ExpertFormat | None
-    config: AdapterConfig
+    weights: Path  # its checkpoint, or the folder
+    rounds: ExpertFormat | None  # format that its experts were rounded to for the training; None: as they are
+    config: AdapterConfig  # options of the adapters
 
 
 def read_record(checkpoint: Path) -> BaseRecord | None:
-    """The base of a checkpoint's adapters; None: all weights are in the checkpoint.
-
-    Raises:
-        ConfigError: there is no such base any more.
-        CheckpointError: it has changed.
-    """
+    """The base of a checkpoint's adapters; None: all weights are in the checkpoint."""
     values = read_state(checkpoint)
     if BASE not in values:
         return None

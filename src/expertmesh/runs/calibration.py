@@ -47,9 +47,6 @@ def importance_of(
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
-
-    Raises:
-        ConfigError: the file is no text, or has fewer tokens than a sequence.
     """
     config: Any = opened.run.config
     length: int = min(config.data.seq_len, config.model.max_seq_len)
@@ -101,11 +98,7 @@ def importance_of(
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Texts of a file: the records of a JSON file, or the whole of another one.
-
-    Raises:
-        ConfigError: the file holds conversations, or is a table.
-    """
+    """Texts of a file: the records of a JSON file, or the whole of another one."""
     ending = ending_of(path.name)
     if ending is None:
         yield TextFile(path)()

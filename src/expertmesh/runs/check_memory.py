@@ -24,12 +24,8 @@ def check_weights(
 
     Args:
         family: family of the model, which knows its costs; without known costs a model passes.
-        config: configuration of its run.
         device: device of the computation.
         num_ranks: ranks that may share the weights.
-
-    Raises:
-        ConfigError: the model is too large; names the option that makes it so.
     """
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     costs = family.costs_of(alone, num_ranks=1, dtype="float32")

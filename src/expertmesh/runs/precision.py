@@ -33,17 +33,14 @@ class Precision:
     """Device and types of computation and parameters.
 
     Attributes:
-        device: device of the computation.
-        compute_dtype: the type of matrix multiplications.
-        master_dtype: the type of parameters and optimizer state: FP64 for float64, else FP32; in inference, the type of the weights in
-            the checkpoint.
-        arithmetic: the underlying choice, to be kept with the run.
+        master_dtype: the type of parameters and optimizer state: FP64 for float64, else FP32; in inference, the type of
+            the weights in the checkpoint.
     """
 
-    device: torch.device
-    compute_dtype: torch.dtype
+    device: torch.device  # device of the computation
+    compute_dtype: torch.dtype  # the type of matrix multiplications
     master_dtype: torch.dtype
-    arithmetic: Arithmetic
+    arithmetic: Arithmetic  # the underlying choice, to be kept with the run
 
     @classmethod
     def of(cls, device: torch.device, arithmetic: Arithmetic) -> "Precision":
@@ -92,9 +89,6 @@ def resolve_precision(
         config: the config of the run.
         products: products that dominate a step of its model; empty: usual ones.
         record: the run's file of its arithmetic; used if it exists and is of the same kind of device.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none, or the record is unreadable.
     """
     device = resolve_device(config.device)
     found = None if record is None else read_arithmetic(record)
@@ -144,11 +138,7 @@ def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -
 
 
 def trained_precision(record: Path, config: TrainConfig, device: torch.device) -> Precision | None:
-    """The precision that a run was trained in, on any device; None: neither its record nor its config says.
-
-    Raises:
-        ConfigError: the record is unreadable.
-    """
+    """The precision that a run was trained in, on any device; None: neither its record nor its config says."""
     found = read_arithmetic(record)
     if found is None and config.dtype == "auto":
         return None
@@ -169,11 +159,7 @@ def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
     """The device of a name: auto, cpu, cuda or cuda:N.
 
     Args:
-        name: name of the device.
         option: option of the name, for messages.
-
-    Raises:
-        ConfigError: the name is none of these, or a GPU that this machine lacks.
     """
     if not is_device(name):
         raise ConfigError(option, name, DEVICE_RULE, "for example cpu")

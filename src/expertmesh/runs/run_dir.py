@@ -75,9 +75,6 @@ class RunDir:
         """Context that locks the directory for this process. The system drops the lock when the process dies.
 
         Files created inside the context are deleted on exit unless `write_description` was called, so a refused run leaves nothing.
-
-        Raises:
-            ConfigError: another process holds the lock, or the path is no folder that can be made.
         """
         files = (self.lock, self.arithmetic, self.plans, self.config, self.versions)
         folders = (self.path, *self.path.parents)
@@ -126,12 +123,7 @@ class RunDir:
             file.close()  # its former holder has just removed it
 
     def check_writable(self) -> None:
-        """Try all that a run will write here, before its first step.
-
-        Raises:
-            ConfigError: the path is a file or below one.
-            OSError: something is in the way, or cannot be written; names it.
-        """
+        """Try all that a run will write here, before its first step."""
         if not next(
             one for one in (self.path, *self.path.absolute().parents) if one.exists()
         ).is_dir():
@@ -161,11 +153,7 @@ class RunDir:
         return any(p.exists() for p in (self.config, self.metrics, self.checkpoints))
 
     def check_resume(self, resume: Resume) -> None:
-        """Refuse a `resume` that does not fit the folder.
-
-        Raises:
-            ConfigError: "never" and there is a run, or "required" and there is no checkpoint.
-        """
+        """Refuse a `resume` that does not fit the folder."""
         if resume == "never" and self.has_run():
             raise ConfigError(
                 "train.run_dir",
@@ -201,9 +189,6 @@ class RunDir:
 
         Args:
             is_quantized: whether the folder is one with quantised weights.
-
-        Raises:
-            ConfigError: config.json is missing or unreadable, or describes a model of the hub or, unexpectedly, a quantised one.
         """
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
@@ -246,10 +231,6 @@ class RunDir:
 
         Args:
             family: the family, if it is none of this package: no module is imported because a run names it.
-            is_quantized: see `read_values`.
-
-        Raises:
-            ConfigError: see `read_values`; or the run is of another family.
         """
         values, _ = self.read_values(is_quantized=is_quantized)
         name = values.get("family", GPT.name)
@@ -274,22 +255,15 @@ class RunDir:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk, or a hub or quantised folder as one.
-
-    Attributes:
-        path: the folder.
-        config: resolved configuration.
-        family: family of the model.
-        weights: the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet.
-        is_quantized: whether the folder has quantised weights.
-        rounds: format that dense experts are rounded to while they are read; None: they stay as they are.
-    """
+    """A run on disk, or a hub or quantised folder as one."""
 
     path: Path
-    config: RunConfig
-    family: Family
+    config: RunConfig  # resolved configuration
+    family: Family  # family of the model
+    # the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet
     weights: Path | None = None
-    is_quantized: bool = False
+    is_quantized: bool = False  # whether the folder has quantised weights
+    # format that dense experts are rounded to while they are read; None: they stay as they are
     rounds: ExpertFormat | None = None
 
     @property
@@ -304,22 +278,14 @@ class Run:
         return self.weights
 
     def check_trains(self) -> None:
-        """Refuse quantised weights, with which no training can begin.
-
-        Raises:
-            ConfigError: the weights are quantised.
-        """
+        """Refuse quantised weights, with which no training can begin."""
         if self.is_quantized:
             raise ConfigError(
                 f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of, or use {named('adapter.kind', 'lora')}"
             )
 
     def packed_format(self) -> tuple[str, int] | None:
-        """Format of the experts in the folder's files and columns per scale; None: they are dense.
-
-        Raises:
-            ConfigError: the weights are quantised in a form that is not read.
-        """
+        """Format of the experts in the folder's files and columns per scale; None: they are dense."""
         if (values := quantization_of(self.path)) is not None:
             scheme = scheme_of(values, self.path)
             return scheme.format, scheme.group_size
@@ -327,11 +293,7 @@ class Run:
         return None if form is None else (form, 64)
 
     def check_whole(self) -> None:
-        """Refuse a run without weights or the files of its family; reads none of them.
-
-        Raises:
-            CheckpointError: there is no checkpoint, or a file is missing.
-        """
+        """Refuse a run without weights or the files of its family; reads none of them."""
         if self.weights is None and not list_checkpoints(RunDir(self.path).checkpoints):
             raise CheckpointError(f"run {self.path}: has no checkpoint yet; train it first")
         for name in self.family.files:
@@ -343,9 +305,6 @@ class Run:
 
         Args:
             ranks: ranks that share the reading; every one must call. None: this process alone.
-
-        Raises:
-            CheckpointError: the run has no undamaged checkpoint, or a file is missing or of another run.
         """
         (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
@@ -358,9 +317,6 @@ class Run:
 
     def check_bound(self) -> None:
         """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may be changed.
-
-        Raises:
-            CheckpointError: a file is of another run.
         """
         values, _ = RunDir(self.path).read_values()
         state = read_state(self.checkpoint)
@@ -371,10 +327,6 @@ class Run:
 
         Args:
             dtype: type of a hub model's weights; None: the type of its files.
-
-        Raises:
-            ConfigError: the hub's files are not of a model that our GPT can run.
-            CheckpointError: the index of the checkpoint is unreadable, or a file of the hub is damaged.
         """
         if self.is_quantized:
             return open_quantized(self.path, self.config)
@@ -393,11 +345,7 @@ class Run:
         return WidenedExperts(found) if isinstance(found, PackedExperts) else found
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.
-
-        Raises:
-            CheckpointError: the run lacks a tensor, or has it in another shape.
-        """
+        """Fill tensors of a model, or this rank's shards of them, by their names in its state dict."""
         read_into(self.open_weights(), targets)
 
     @property
@@ -406,11 +354,7 @@ class Run:
         return getattr(self.config.model, "vocab_size", None)
 
     def load_tokenizer(self) -> Tokenizer:
-        """Read the tokenizer of the run.
-
-        Raises:
-            CheckpointError: the file is missing or damaged, or of another run's model.
-        """
+        """Read the tokenizer of the run."""
         return load_tokenizer(self.path / TOKENIZER, vocab_size=self.vocab_size)
 
     @property
@@ -428,11 +372,7 @@ def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
     """A finished or stopped run, without its weights and without locking it.
 
     Args:
-        run_dir: the run directory.
         family: family of the model, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is no run directory, or the run is of another family.
     """
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
@@ -443,11 +383,9 @@ def find_model(path: str | Path, family: Family | None = None) -> Run:
     """Description of a folder's model; no weights are read.
 
     Args:
-        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
+        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of
+            `expertmesh quantize`.
         family: family of a run, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is none of these, or of another family.
     """
     folder = expanded(path)
     is_quantized = quantization_of(folder) is not None
@@ -473,12 +411,7 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> Te
     """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base.
 
     Args:
-        checkpoint: the checkpoint.
         dtype: type of the weights of a base in the hub's format; None: the type of its files.
-
-    Raises:
-        ConfigError: there is no base any more.
-        CheckpointError: the base has changed, or the checkpoint is unreadable.
     """
     own, found = Checkpoint(checkpoint, prefix="model."), find_base(checkpoint)
     if found is None:
