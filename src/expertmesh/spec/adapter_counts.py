@@ -16,10 +16,6 @@ def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
 
     Args:
         config: options of the adapters.
-        spec: the model.
-
-    Raises:
-        ConfigError: a target is not in the model.
     """
     for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
         *rows, columns = one.shape

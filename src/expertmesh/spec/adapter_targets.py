@@ -55,12 +55,9 @@ def targeted(
 
     Args:
         parts: names of the modules that each parameter is, by its name.
-        targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the model lacks are
-            passed over.
+        targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the
+            model lacks are passed over.
         option: name of the option, for errors.
-
-    Raises:
-        ConfigError: a target matches nothing, or only some parts of a parameter.
     """
     found: dict[str, None] = {}
     used: set[str] = set()
@@ -81,11 +78,7 @@ def targeted(
 
 
 def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
-    """Names of the parameters of a model that a run adapts; none, if its weights learn.
-
-    Raises:
-        ConfigError: a target is not in the model, or has matrices of a lower rank than the adapters'.
-    """
+    """Names of the parameters of a model that a run adapts; none, if its weights learn."""
     if not config.rests:
         return []
     names = targeted(adaptable(spec), config.targets, option="adapter.targets")
@@ -116,9 +109,6 @@ def check_rank(
         of: name of the parameter.
         is_stack: whether the first axis counts matrices.
         option: name of the option, for errors.
-
-    Raises:
-        ConfigError: it is.
     """
     *rows, columns = shape[is_stack:]
     largest = min(math.prod(rows), columns)

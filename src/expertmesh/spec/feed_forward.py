@@ -109,24 +109,15 @@ MLP_CUT: Mapping[str, int] = {
 
 
 def mlp(
-    name: str,
-    part: str,
-    config: HasFeedForwards,
-    hidden_dim: int,
+    name: str,  # name of the module
+    part: str,  # see `Parameter`
+    config: HasFeedForwards,  # the model, whose width and activation are read
+    hidden_dim: int,  # F
     *,
-    bias: bool,
-    num_experts: int = 0,
+    bias: bool,  # whether there are biases
+    num_experts: int = 0,  # E; 0: a single network, without an expert axis
 ) -> Iterator[Parameter]:
-    """The parameters of a `DenseMLP`, or of the stacked experts of a layer.
-
-    Args:
-        name: name of the module.
-        part: see `Parameter`.
-        config: the model, whose width and activation are read.
-        hidden_dim: F.
-        bias: whether there are biases.
-        num_experts: E; 0: a single network, without an expert axis.
-    """
+    """The parameters of a `DenseMLP`, or of the stacked experts of a layer."""
     G = num_branches(config.activation)
     sizes = {"expert": num_experts, "branch": G, "hidden": hidden_dim, "model": config.dim}
     hub = _IN_HUB.get(part)

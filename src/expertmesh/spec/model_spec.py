@@ -43,31 +43,25 @@ class Parameter:
     """Specification of one parameter.
 
     Attributes:
-        name: name in the model.
-        shape: sizes of its axes.
-        axes: names of its axes: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
-        role: see `Role`.
-        part: part of the model that it is counted in, such as `attention` or `experts`; each family names its own.
-        layer: index of its layer in the model; None: it is outside the layers.
-        cut: axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole.
-        is_output: whether its product is added to the residual stream; such matrices have smaller initial values.
-        begins: initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others.
-        rests: how it is kept where it does not learn; None: it learns, in FP32.
-        hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads, one per
-            branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
+        hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads,
+            one per branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # name in the model
+    shape: tuple[int, ...]  # sizes of its axes
+    # names of its axes: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
     axes: tuple[str, ...]
-    role: Role
-    part: str
-    layer: int | None = None
+    role: Role  # see `Role`
+    part: str  # part of the model that it is counted in, such as `attention` or `experts`; each family names its own
+    layer: int | None = None  # index of its layer in the model; None: it is outside the layers
+    # axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole
     cut: str | None = None
+    # whether its product is added to the residual stream; such matrices have smaller initial values
     is_output: bool = False
+    # initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others
     begins: float | None = None
     hub: tuple[str, ...] = ()
-    rests: Resting | None = None
+    rests: Resting | None = None  # how it is kept where it does not learn; None: it learns, in FP32
 
     @property
     def first_value(self) -> float | None:

@@ -36,16 +36,12 @@ def block_size(width: int) -> int:
 
 
 class Format(NamedTuple):
-    """Storage of a moment.
+    """Storage of a moment."""
 
-    Attributes:
-        bits: bits of an element.
-        num_floats: FP32 numbers beside the elements, such as scales, by the whole tensor's shape and the part's.
-        torchao_block: elements contiguous in memory that share a scale in torchao's formats; 0: the format is ours.
-    """
-
-    bits: int
+    bits: int  # bits of an element
+    # FP32 numbers beside the elements, such as scales, by the whole tensor's shape and the part's
     num_floats: Callable[[Sequence[int], Sequence[int]], int] = lambda shape, part: 0
+    # elements contiguous in memory that share a scale in torchao's formats; 0: the format is ours
     torchao_block: int = 0
 
 
