@@ -22,9 +22,6 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
     Args:
         path: the run directory; neither a checkpoint nor the data is needed.
-
-    Raises:
-        ConfigError: this is no run directory.
     """
     folder = RunDir(path)
     config, recipe = folder.read_values()

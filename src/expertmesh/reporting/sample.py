@@ -70,9 +70,6 @@ def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
 
     Returns:
         For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] for an encoder-decoder.
-
-    Raises:
-        CheckpointError: the tokenizer or the weights are missing or damaged.
     """
     model = opened.decoder
     if isinstance(model, EncoderDecoder):
