@@ -40,9 +40,6 @@ def check_files(
         state: values of the checkpoint.
         family: family of the run.
         where: path of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: a file is another one, or was not there.
     """
     known = state.get(RECORD)
     if not isinstance(known, Mapping):
@@ -69,11 +66,7 @@ def check_run(
         run: the run directory.
         values: values of its config.json.
         state: values of the checkpoint.
-        family: family of the run.
         where: path of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: a file, or an option of the model, is of another run.
     """
     saved = state.get("config")
     if (

@@ -33,19 +33,12 @@ class BeamCache(DecodingCache, Protocol):
 
 
 class Translation(NamedTuple):
-    """Special tokens of sources and outputs for translation by an encoder-decoder.
+    """Special tokens of sources and outputs for translation by an encoder-decoder."""
 
-    Attributes:
-        before: ids before the tokens of a source text.
-        after: ids behind the tokens of a source text.
-        start: ids that every output begins with.
-        end_id: id that every output ends with.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    start: tuple[int, ...]
-    end_id: int
+    before: tuple[int, ...]  # ids before the tokens of a source text
+    after: tuple[int, ...]  # ids behind the tokens of a source text
+    start: tuple[int, ...]  # ids that every output begins with
+    end_id: int  # id that every output ends with
 
 
 @runtime_checkable

@@ -94,7 +94,6 @@ def check_context(context: Any, ids_BS: Tensor, *, config: Any, weight: Tensor) 
 
     Args:
         context: the argument.
-        ids_BS: the tokens.
         config: configuration of the model.
         weight: a weight of the model.
     """

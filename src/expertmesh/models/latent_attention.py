@@ -26,29 +26,19 @@ class LatentAttention(nn.Module):
     * absorbed: [c, r] is the single key of all heads, with scores (q_nope K_h^T) c^T + q_rope r^T; the output is
       (sum p c) V_h. Only c and r are stored and read. Used with a cache, and always with batch-invariant arithmetic, so that
       results have the same bits with and without a cache.
-
-    Args:
-        dim: model width.
-        num_heads: heads.
-        latent: sizes; `kv_lora_rank` is set.
-        score_factor: factor on the scores besides 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`.
-        layer_index: index of this layer in a cache.
-        arithmetic: op set of all operations in evaluation.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
     """
 
     def __init__(
         self,
         *,
-        dim: int,
+        dim: int,  # model width
         num_heads: int,
-        latent: LatentAttentionConfig,
-        score_factor: float,
-        layer_index: int,
-        arithmetic: OpSet = DEFAULT_OPS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        latent: LatentAttentionConfig,  # sizes; `kv_lora_rank` is set
+        score_factor: float,  # factor on the scores besides 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`
+        layer_index: int,  # index of this layer in a cache
+        arithmetic: OpSet = DEFAULT_OPS,  # op set of all operations in evaluation
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__()
         assert latent.kv_lora_rank is not None

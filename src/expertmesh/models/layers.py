@@ -86,30 +86,18 @@ class FeedForward(nn.Module):
 
     def make_feed_forward(
         self,
-        moe: MoEConfig,
-        num_experts: int,
+        moe: MoEConfig,  # options of a layer with experts
+        num_experts: int,  # experts of the layer; 0: it is dense
         *,
-        dim: int,
-        hidden_dim: int,
-        activation: str,
-        layer_index: int,
-        bias: bool = False,
-        arithmetic: OpSet = DEFAULT_OPS,
-        **place: Any,
+        dim: int,  # model width
+        hidden_dim: int,  # hidden size of a dense layer, and of the residual MLP beside experts
+        activation: str,  # activation of experts or of a dense layer
+        layer_index: int,  # index of the layer in the model
+        bias: bool = False,  # whether a dense layer has biases
+        arithmetic: OpSet = DEFAULT_OPS,  # op set of a dense layer in evaluation
+        **place: Any,  # device and dtype of the parameters
     ) -> None:
-        """Create the feed-forward layer.
-
-        Args:
-            moe: options of a layer with experts.
-            num_experts: experts of the layer; 0: it is dense.
-            dim: model width.
-            hidden_dim: hidden size of a dense layer, and of the residual MLP beside experts.
-            activation: activation of experts or of a dense layer.
-            layer_index: index of the layer in the model.
-            bias: whether a dense layer has biases.
-            arithmetic: op set of a dense layer in evaluation.
-            **place: device and dtype of the parameters.
-        """
+        """Create the feed-forward layer."""
         self.moe = self.ffn = None
         if num_experts:
             self.moe = MoELayer.from_config(

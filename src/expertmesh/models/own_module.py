@@ -75,24 +75,19 @@ class OwnModule(Task):
     """Task of a user-defined module, with samples and a loss.
 
     Args:
-        config: the run's configuration.
-        module: the module, or a class or function that returns it.
-        data: see `expertmesh.data.samples.data_of`.
-        validation: see `expertmesh.data.samples.data_of`.
         loss: called as loss(model, *batch); returns a scalar mean over the batch's samples, and then, in any order,
             RoutingStats and a dictionary of other means by name; "loss" and "items" are taken.
-        metric: name of the mean that evaluations are compared by.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunConfig,  # the run's configuration
         *,
-        module: Module,
-        data: Any = None,
-        validation: Any = None,
+        module: Module,  # the module, or a class or function that returns it
+        data: Any = None,  # see `expertmesh.data.samples.data_of`
+        validation: Any = None,  # see `expertmesh.data.samples.data_of`
         loss: Callable[..., Any] | None = None,
-        metric: str = "loss",
+        metric: str = "loss",  # name of the mean that evaluations are compared by
     ) -> None:
         self.config, self.builder = config, OwnBuilder(config, module)
         self._samples, self._validation = data, validation
@@ -170,7 +165,6 @@ def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
     """The family of a user-defined module.
 
     Args:
-        module: see `OwnModule`.
         metric: name of the measure that evaluations are compared by.
         parts: data, validation and loss of `OwnModule`.
     """

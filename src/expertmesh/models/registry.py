@@ -39,9 +39,6 @@ DEFAULT = GPT
 
 def find_family(name: str) -> Family:
     """A known family by its name, or any family by "module:name"; the working directory is searched for modules, too.
-
-    Raises:
-        ConfigError: the name is unknown, its package is absent, the import fails, or the object is not a `Family`.
     """
     module, colon, attribute = name.partition(":")
     if not colon:
@@ -125,9 +122,6 @@ def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     Args:
         default: the configuration to copy.
         changes: new values by dotted name, or in sections; other values of a given section stay.
-
-    Raises:
-        ConfigError: the changes are not a mapping, a name is unknown, or a value breaks a rule.
     """
     if not isinstance(changes, Mapping):
         raise ConfigError(

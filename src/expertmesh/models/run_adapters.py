@@ -15,7 +15,6 @@ def adapt(model: nn.Module, config: RunConfig, *, dtype: torch.dtype) -> None:
 
     Args:
         model: a model that is whole, with memory or without.
-        config: configuration of the run.
         dtype: type of the weights, for factors that are at least FP32.
     """
     options, moe = config.adapter, getattr(config.model, "moe", None)

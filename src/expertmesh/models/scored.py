@@ -19,14 +19,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scores(NamedTuple):
-    """Scores of rows, each of which has a target.
+    """Scores of rows, each of which has a target."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
-        entropies_R: (R,) entropies in nats of the rows' distributions, in the same dtype; None: not asked for.
-    """
-
-    logprobs_R: Tensor
+    logprobs_R: Tensor  # (R,) log-probabilities of the targets, FP32 or FP64
+    # (R,) entropies in nats of the rows' distributions, in the same dtype; None: not asked for
     entropies_R: Tensor | None = None
 
 
@@ -56,13 +52,13 @@ class Head(Linear):
 
 def score_rows(
     h_RD: Tensor,
-    head_VD: Tensor,
-    targets_R: Tensor,
+    head_VD: Tensor,  # (V, D) output matrix
+    targets_R: Tensor,  # (R,) int64 tokens, in 0 ... V - 1.
     *,
     linear: Product,
-    label_smoothing: float = 0.0,
-    temperature: float = 1.0,
-    entropy: bool = False,
+    label_smoothing: float = 0.0,  # s, in [0, 1)
+    temperature: float = 1.0,  # divisor of the logits, above 0
+    entropy: bool = False,  # whether the entropies -sum_v p_v log p_v of the rows are returned, too
     more: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> Scores:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
@@ -74,12 +70,7 @@ def score_rows(
 
     Args:
         h_RD: (R, D) hidden states, any floating dtype; under autocast it and the head are cast to autocast's dtype.
-        head_VD: (V, D) output matrix.
-        targets_R: (R,) int64 tokens, in 0 ... V - 1.
         linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
-        label_smoothing: s, in [0, 1).
-        temperature: divisor of the logits, above 0.
-        entropy: whether the entropies -sum_v p_v log p_v of the rows are returned, too.
         more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
 
     Returns:

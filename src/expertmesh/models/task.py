@@ -79,16 +79,13 @@ class Part:
     """Part of a run's batch that a call of `Task.loss` or `Task.measure` processes.
 
     Attributes:
-        step: the step of the run, from 0.
-        rows: slice of its samples in the whole batch.
-        ranks: the ranks that work on the batch.
-        num_items: items of these samples, counted by `Task.progress_items` before the samples went to the device: always in
-            training, in evaluations if the task `measures_items`; None: not counted.
+        num_items: items of these samples, counted by `Task.progress_items` before the samples went to the device:
+            always in training, in evaluations if the task `measures_items`; None: not counted.
     """
 
-    step: int
-    rows: slice
-    ranks: Ranks
+    step: int  # the step of the run, from 0
+    rows: slice  # slice of its samples in the whole batch
+    ranks: Ranks  # the ranks that work on the batch
     num_items: int | None = None
 
     def token_index(
@@ -114,31 +111,19 @@ class Part:
 
 
 class Begin(NamedTuple):
-    """Beginning of a call of the trainer, for `Task.begin`.
+    """Beginning of a call of the trainer, for `Task.begin`."""
 
-    Attributes:
-        step: steps done before.
-        folder: the run directory, for values that a resumed run cannot compute again; rank 0 writes.
-        ranks: the ranks.
-    """
-
-    step: int
-    folder: Path
+    step: int  # steps done before
+    folder: Path  # the run directory, for values that a resumed run cannot compute again; rank 0 writes
     ranks: Ranks
 
 
 class Baseline(NamedTuple):
-    """Simple baseline that a trained model should beat.
+    """Simple baseline that a trained model should beat."""
 
-    Attributes:
-        name: display name.
-        short: short display name.
-        value: the family's metric on all of the validation data.
-    """
-
-    name: str
-    short: str
-    value: float
+    name: str  # display name
+    short: str  # short display name
+    value: float  # the family's metric on all of the validation data
 
 
 class Task(ABC):
@@ -292,7 +277,6 @@ def micro_batches(
         task: cuts the samples.
         batch: samples of all ranks, on the CPU.
         size: samples of a micro-batch on all ranks.
-        ranks: the ranks.
     """
     count = num_samples(batch)
     for start in range(0, count, size):

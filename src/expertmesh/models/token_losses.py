@@ -15,25 +15,19 @@ _BLOCK_ELEMENTS_GPU = 1 << 28
 
 
 class DistillTargets(NamedTuple):
-    """Teacher logits for the same tokens, and weight and temperature of distillation.
+    """Teacher logits for the same tokens, and weight and temperature of distillation."""
 
-    Attributes:
-        logits_BSV: (B, S, V) teacher logits, any floating dtype, without gradient.
-        weight: beta, weight of the KL divergence that is added to the loss.
-        temperature: T, temperature of both softmaxes.
-    """
-
-    logits_BSV: Tensor
-    weight: float
-    temperature: float
+    logits_BSV: Tensor  # (B, S, V) teacher logits, any floating dtype, without gradient
+    weight: float  # beta, weight of the KL divergence that is added to the loss
+    temperature: float  # T, temperature of both softmaxes
 
 
 def token_losses(
-    logits_BSV: Tensor,
-    targets_BS: Tensor,
+    logits_BSV: Tensor,  # (B, S, V), or (T, V), any floating dtype
+    targets_BS: Tensor,  # (B, S), or (T,), int64
     *,
-    label_smoothing: float = 0.0,
-    distill: DistillTargets | None = None,
+    label_smoothing: float = 0.0,  # s, in [0, 1)
+    distill: DistillTargets | None = None,  # teacher logits; None: no distillation
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
@@ -45,12 +39,9 @@ def token_losses(
     a CPU the rows stay in its cache.
 
     Args:
-        logits_BSV: (B, S, V), or (T, V), any floating dtype.
-        targets_BS: (B, S), or (T,), int64.
-        label_smoothing: s, in [0, 1).
-        distill: teacher logits; None: no distillation.
         overwrite_logits: whether the backward pass writes the gradient into the memory of the logits, which must not be
-            used afterwards. This saves the largest tensor of a small model's step, and memory just read is fast to write.
+            used afterwards. This saves the largest tensor of a small model's step, and memory just read is fast to
+            write.
 
     Returns:
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.

@@ -42,12 +42,9 @@ _collected: ContextVar["CollectedStats | None"] = ContextVar("collected", defaul
 
 @dataclass
 class CollectedStats:
-    """The routing statistics of the forward passes inside one `collect_stats`.
+    """The routing statistics of the forward passes inside one `collect_stats`."""
 
-    Attributes:
-        layers: one entry per call of a mixture-of-experts block, in order.
-    """
-
+    # one entry per call of a mixture-of-experts block, in order
     layers: list[RoutingStats] = field(default_factory=list)
 
     def loss(self) -> Tensor:
@@ -86,9 +83,6 @@ class MoEBlock(nn.Module):
     """A mixture-of-experts layer in the place of a feed-forward block: tensor in, tensor out.
 
     Its routing statistics are added to an open `collect_stats`, if there is one.
-
-    Args:
-        layer: the layer.
     """
 
     def __init__(self, layer: MoELayer) -> None:

@@ -66,9 +66,6 @@ def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = Tr
         model: a GPT or an encoder-decoder of ours, whole, on any device.
         vocab_size: V; rows are added or removed at the end.
         from_mean: whether new rows are the mean of the old ones; else they are N(0, init_std^2).
-
-    Raises:
-        ConfigError: the size breaks a rule, or the model is no language model, spread over ranks, or wrapped.
     """
     found = _resizable(model)
     Number(1, fix="give a number", types=WHOLE).check("vocab_size", vocab_size)

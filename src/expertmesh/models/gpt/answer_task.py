@@ -23,21 +23,13 @@ _OF_TRAINING = (
 
 
 class AnswerScores(NamedTuple):
-    """Scores of the learned tokens of some samples, in flat rows, as `models.scored` gives them.
+    """Scores of the learned tokens of some samples, in flat rows, as `models.scored` gives them."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities, FP32 or FP64; 0 for fillers.
-        entropies_R: (R,) entropies in nats; 0 for fillers.
-        rows_R: (R,) int64 place of each among the B * G * S positions.
-        shape: B, G, S.
-        stats: routing statistics of every MoE layer.
-    """
-
-    logprobs_R: Tensor
-    entropies_R: Tensor
-    rows_R: Tensor
-    shape: tuple[int, int, int]
-    stats: tuple[RoutingStats, ...]
+    logprobs_R: Tensor  # (R,) log-probabilities, FP32 or FP64; 0 for fillers
+    entropies_R: Tensor  # (R,) entropies in nats; 0 for fillers
+    rows_R: Tensor  # (R,) int64 place of each among the B * G * S positions
+    shape: tuple[int, int, int]  # B, G, S
+    stats: tuple[RoutingStats, ...]  # routing statistics of every MoE layer
 
     @property
     def answers(self) -> Tensor:

@@ -260,11 +260,7 @@ class GPTRunConfig(RunConfig):
         return self
 
     def check_fits(self) -> None:
-        """Refuse options of the run that do not fit its model.
-
-        Raises:
-            FieldError: one does not.
-        """
+        """Refuse options of the run that do not fit its model."""
         self.require(
             self.data.seq_len <= self.model.max_seq_len,
             "data.seq_len",

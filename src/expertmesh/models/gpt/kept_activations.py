@@ -20,21 +20,13 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
 def layer_activation_bytes(
     config: ModelConfig,
     *,
-    num_experts: int,
-    work: Workload,
-    arrived: float = 0.0,
-    recomputes_h: bool = False,
-    adapts: bool = False,
+    num_experts: int,  # the number of experts of this layer; 0: dense
+    work: Workload,  # sequences and compute dtype
+    arrived: float = 0.0,  # rows per token that come from other ranks, saved beside a rank's own tokens
+    recomputes_h: bool = False,  # whether the experts' pre-activations are computed again
+    adapts: bool = False,  # whether experts have adapters, which save their rows and products, and recompute nothing
 ) -> float:
     """Bytes that one layer saves per token for its backward pass.
-
-    Args:
-        config: the model.
-        num_experts: the number of experts of this layer; 0: dense.
-        work: sequences and compute dtype.
-        arrived: rows per token that come from other ranks, saved beside a rank's own tokens.
-        recomputes_h: whether the experts' pre-activations are computed again.
-        adapts: whether experts have adapters, which save their rows and products, and recompute nothing.
 
     Returns:
         An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention its
@@ -88,7 +80,6 @@ def gpt_activations(
     """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted.
 
     Args:
-        config: the model.
         layout: layout of the run.
         work: sequences and compute dtype.
         adapts: whether experts have adapters.

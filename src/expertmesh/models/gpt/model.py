@@ -44,30 +44,20 @@ from expertmesh.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """Logits and routing statistics of one forward pass; a pytree.
+    """Logits and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logits_BSV: (B, S, V), or (B, num_logits, V), or (R, V) for flat tokens or logit_rows_R, in the compute dtype.
-        stats: one RoutingStats per MoE layer, in layer order; empty for a dense model.
-    """
-
+    # (B, S, V), or (B, num_logits, V), or (R, V) for flat tokens or logit_rows_R, in the compute dtype
     logits_BSV: Tensor
-    stats: tuple[RoutingStats, ...]
+    stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE layer, in layer order; empty for a dense model
 
 
 @dataclass(frozen=True)
 class GPTScores:
-    """Log-probabilities of given tokens and routing statistics of one forward pass; a pytree.
+    """Log-probabilities of given tokens and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
-        stats: as in `GPTOutput`.
-        entropies_R: (R,) entropies in nats, in the same dtype; None: not asked for.
-    """
-
-    logprobs_R: Tensor
-    stats: tuple[RoutingStats, ...]
-    entropies_R: Tensor | None = None
+    logprobs_R: Tensor  # (R,) log-probabilities of the targets, FP32 or FP64
+    stats: tuple[RoutingStats, ...]  # as in `GPTOutput`
+    entropies_R: Tensor | None = None  # (R,) entropies in nats, in the same dtype; None: not asked for
 
 
 for _kind in (GPTOutput, GPTScores):
@@ -103,11 +93,7 @@ _NUM_LOGITS = Number(1, fix="leave it out for all positions", types=WHOLE, optio
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
-    """Check that ranks which share sequences can split them evenly.
-
-    Raises:
-        ConfigError: they cannot; the message names a length that fits.
-    """
+    """Check that ranks which share sequences can split them evenly."""
     if seq_len % tp_degree:
         near = max(seq_len // tp_degree, 1) * tp_degree
         raise ConfigError(
@@ -127,23 +113,16 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
 
 class Block(FeedForward):
     """Transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
-
-    Args:
-        config: the model.
-        layer_index: index of the layer, from 0.
-        num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        layer_index: int,
-        num_experts: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        layer_index: int,  # index of the layer, from 0
+        num_experts: int,  # experts of this layer; 0: a dense feed-forward layer
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__()
         dim, eps = config.dim, config.norm_eps

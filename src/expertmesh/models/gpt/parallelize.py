@@ -49,9 +49,6 @@ def parallelize_gpt(
 
     With a tp_degree, ranks that share sequences call the model with the same whole sequences, and each gets the logits of its
     own positions.
-
-    Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
     """
     if world is None:
         world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
@@ -88,15 +85,13 @@ def spread_gpt_for_engine(
     """Shard a GPT over ranks that serve requests together, in place; see `expertmesh.parallel.serving`. Every rank must call.
 
     Args:
-        model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its weights.
+        model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its
+            weights.
         config: degrees, see `serving_degrees`.
         world: the ranks.
 
     Returns:
         The degrees, this rank's groups, and the sizes that every step must set.
-
-    Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
     """
     degrees = serving_degrees(
         config,
@@ -162,13 +157,8 @@ def check_degrees(
     """Check the degrees of parallelism of a GPT, before anything is built; returns the splits of its MoE layers' experts.
 
     Args:
-        model: the model.
-        config: the degrees.
         num_ranks: the number of ranks of the world.
         seq_len: tokens of a sequence; None: not known.
-
-    Raises:
-        ConfigError: degrees do not fit the ranks, the heads, the sequence, or the experts of a layer.
     """
     degrees = degrees_of(config, num_ranks=num_ranks)
     moe_layers = [n for n in model.experts_per_layer() if n]

@@ -29,9 +29,6 @@ class PreferenceTask(AnswerTask):
 
     def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
         """Score all pairs under the reference, the weights that the run begins with, or read the scores of a run that goes on.
-
-        Raises:
-            ConfigError: the run has begun, and its scores are missing or damaged.
         """
         assert isinstance(data, PairData)
         if not self.config.objective.has_reference:

@@ -35,7 +35,6 @@ def score_pairs(
     Args:
         task: has the run's configuration, and cuts batches.
         score: function that scores.
-        data: the pairs.
         device: device of the model.
         ranks: ranks that share the work.
     """
@@ -98,11 +97,7 @@ def write_scores(folder: Path, scores: dict[str, Tensor]) -> None:
 
 
 def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
-    """Scores of a run directory.
-
-    Raises:
-        ConfigError: the file is missing, damaged or of other data.
-    """
+    """Scores of a run directory."""
     path = folder / FILE
     wanted = {side: data.num_pairs(side) for side in ("training", "validation")}
     try:

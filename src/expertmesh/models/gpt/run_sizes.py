@@ -11,11 +11,7 @@ from expertmesh.spec.resting import Resting
 
 
 def sizes_of_run(config: GPTRunConfig) -> GPTSizes:
-    """Sizes of a run's model, with adapters if it has some.
-
-    Args:
-        config: configuration of the run.
-    """
+    """Sizes of a run's model, with adapters if it has some."""
     sizes, adapter = sizes_of(config.model), config.adapter
     if not adapter.rests:
         return sizes

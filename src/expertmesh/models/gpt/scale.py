@@ -18,29 +18,17 @@ from expertmesh.models.gpt.published import TRAIN_TOKENS, WARMUP_TOKENS
 
 @dataclass(frozen=True)
 class LargeGPT:
-    """Recipe of a model for a cluster.
+    """Recipe of a model for a cluster."""
 
-    Attributes:
-        name: the name of the recipe.
-        dim: model width; experts and dense layers are four times as wide.
-        num_layers: transformer layers.
-        num_heads: attention heads.
-        num_experts: experts of every second layer, top-2; 0: a dense base.
-        seq_len: tokens per sequence.
-        batch_size: sequences per step.
-        micro_batch_size: sequences per forward pass, on all ranks together.
-        lr: peak learning rate.
-    """
-
-    name: str
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_experts: int
-    seq_len: int
-    batch_size: int
-    micro_batch_size: int
-    lr: float
+    name: str  # the name of the recipe
+    dim: int  # model width; experts and dense layers are four times as wide
+    num_layers: int  # transformer layers
+    num_heads: int  # attention heads
+    num_experts: int  # experts of every second layer, top-2; 0: a dense base
+    seq_len: int  # tokens per sequence
+    batch_size: int  # sequences per step
+    micro_batch_size: int  # sequences per forward pass, on all ranks together
+    lr: float  # peak learning rate
 
     @property
     def summary(self) -> str:

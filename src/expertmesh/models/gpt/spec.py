@@ -12,14 +12,7 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, parameter
 
 @lru_cache(maxsize=16)
 def gpt_spec(config: ModelConfig) -> ModelSpec:
-    """Every parameter of a GPT, without building it.
-
-    Args:
-        config: the model.
-
-    Raises:
-        ConfigError: the numbers of experts do not fit the layers.
-    """
+    """Every parameter of a GPT, without building it."""
     return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
 
 
@@ -126,31 +119,18 @@ def _matrix(name: str, theirs: str, **sizes: Any) -> Parameter:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters by part of the model; `total` counts each parameter once.
+    """Numbers of parameters by part of the model; `total` counts each parameter once."""
 
-    Attributes:
-        embedding: token embedding.
-        output: output projection; 0 when it is the embedding.
-        attention: projections and query-key norms.
-        norms: the norms of the residual stream.
-        dense_ffn: feed-forward layers without experts.
-        router: routers of all MoE layers.
-        experts: routed experts.
-        shared: shared experts.
-        residual: residual MLPs and coefficients.
-        inactive_experts: routed experts' parameters that one token does not use: all but K experts per MoE layer.
-    """
-
-    embedding: int
-    output: int
-    attention: int
-    norms: int
-    dense_ffn: int
-    router: int
-    experts: int
-    shared: int
-    residual: int
-    inactive_experts: int
+    embedding: int  # token embedding
+    output: int  # output projection; 0 when it is the embedding
+    attention: int  # projections and query-key norms
+    norms: int  # the norms of the residual stream
+    dense_ffn: int  # feed-forward layers without experts
+    router: int  # routers of all MoE layers
+    experts: int  # routed experts
+    shared: int  # shared experts
+    residual: int  # residual MLPs and coefficients
+    inactive_experts: int  # routed experts' parameters that one token does not use: all but K experts per MoE layer
 
     @property
     def total(self) -> int:
@@ -167,14 +147,8 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of a GPT exactly, without building it.
 
-    Args:
-        config: the model.
-
     Returns:
         The counts; `total` equals the sum over `GPT(config, device="meta").parameters()`.
-
-    Raises:
-        ConfigError: the numbers of experts do not fit the layers.
     """
     spec = gpt_spec(config)
     parts = [f.name for f in fields(ParameterCount) if f.name != "inactive_experts"]

@@ -151,17 +151,11 @@ class GPTTask(Task):
 
 
 class Learned(NamedTuple):
-    """The positions of this rank whose next token is learned.
+    """The positions of this rank whose next token is learned."""
 
-    Attributes:
-        rows_R: (R,) int64 their indices among the rank's tokens; None: all.
-        targets_R: (R,) int64 their next tokens.
-        is_real_R: (R,) bool, False for fillers; None: there are none.
-    """
-
-    rows_R: Tensor | None
-    targets_R: Tensor
-    is_real_R: Tensor | None
+    rows_R: Tensor | None  # (R,) int64 their indices among the rank's tokens; None: all
+    targets_R: Tensor  # (R,) int64 their next tokens
+    is_real_R: Tensor | None  # (R,) bool, False for fillers; None: there are none
 
     @classmethod
     def of(cls, targets_BS: Tensor, counts_BS: Tensor | None, part: Part) -> "Learned":

@@ -25,9 +25,6 @@ def upcycle_gpt(
 
     Returns:
         The names of the replaced modules.
-
-    Raises:
-        ConfigError: the model has experts, is not whole, or an option breaks a rule; the model is left unchanged.
     """
     before = model.config
     if before.num_moe_layers:
