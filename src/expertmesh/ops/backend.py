@@ -57,17 +57,11 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """A backend's state for `expertmesh doctor`.
-
-    Attributes:
-        name: the backend.
-        works: whether it can run here.
-        why: the reason, one line.
-    """
+    """A backend's state for `expertmesh doctor`."""
 
     name: str
-    works: bool
-    why: str
+    works: bool  # whether it can run here
+    why: str  # the reason, one line
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -75,16 +69,13 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
     Args:
         backend: "auto" (triton on a GPU that it supports, else torch), "triton" (our kernels; CPU tensors run in
-            Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own
-            operators) or "reference" (plain autograd, slow).
+            Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own operators)
+            or "reference" (plain autograd, slow).
         device: the device of the tensors.
         dtype: the floating-point type of the tensors.
 
     Returns:
         "triton", "torch" or "reference".
-
-    Raises:
-        ConfigError: the backend is unknown or cannot be used here, or the operators do not take the dtype.
     """
     if backend not in BACKENDS:
         raise other_choice("backend", backend, BACKENDS)

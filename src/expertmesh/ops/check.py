@@ -46,23 +46,16 @@ class Arg(NamedTuple):
     Attributes:
         shape: one letter of docs/glossary.md for each axis, several shapes with "|" between; "*" stands for any leading
             axes, or for those that the call gives. A letter without a size in the call may be of any size.
-        dtypes: valid dtypes; None: all.
-        of: meaning of an entry, for the message.
-        some: letters whose size must be at least 1.
-        below: letter of the size that values must be below, from 0 on.
-        but: a further valid value.
-        fix: the fix of a value out of range.
-        reshape: the fix of another shape.
     """
 
     shape: str
-    dtypes: Dtypes | None = None
-    of: str = ""
-    some: str = ""
-    below: str = ""
-    but: int | None = None
-    fix: str = ""
-    reshape: str = "reshape it"
+    dtypes: Dtypes | None = None  # valid dtypes; None: all
+    of: str = ""  # meaning of an entry, for the message
+    some: str = ""  # letters whose size must be at least 1
+    below: str = ""  # letter of the size that values must be below, from 0 on
+    but: int | None = None  # a further valid value
+    fix: str = ""  # the fix of a value out of range
+    reshape: str = "reshape it"  # the fix of another shape
 
 
 def check_tensors(
@@ -79,22 +72,14 @@ def check_tensors(
 
 
 def check_tensor(
-    name: str,
-    value: Any,
-    arg: Arg,
-    sizes: Mapping[str, Any],
+    name: str,  # name of the argument
+    value: Any,  # the argument
+    arg: Arg,  # its declaration
+    sizes: Mapping[str, Any],  # sizes by letter; "*" has a tuple of them
     *,
-    device: torch.device | None = None,
+    device: torch.device | None = None,  # device of the call's other tensors; None: any
 ) -> None:
-    """Raise ConfigError unless a value is a dense tensor as declared.
-
-    Args:
-        name: name of the argument.
-        value: the argument.
-        arg: its declaration.
-        device: device of the call's other tensors; None: any.
-        sizes: sizes by letter; "*" has a tuple of them.
-    """
+    """Raise ConfigError unless a value is a dense tensor as declared."""
     if not isinstance(value, Tensor):
         what = f"a tensor of shape {_words(arg, sizes)}"
         raise wrong_type(name, value, what, "convert it with torch.tensor")

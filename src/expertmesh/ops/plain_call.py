@@ -12,21 +12,17 @@ _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
 
 
 def cpu_operator(
-    schema: str,
+    schema: str,  # name, arguments and results, as `torch.library.Library.define` reads them
     run: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any],  # function that returns results without values
     *,
     backward: Callable[..., Any] | None = None,
-    save: Callable[..., None] | None = None,
+    save: Callable[..., None] | None = None,  # what saves tensors for `backward`
 ) -> Any:
     """Register a function of CPU tensors as an operator; without gradients a call costs a tenth of `custom_op`'s.
 
     Args:
-        schema: name, arguments and results, as `torch.library.Library.define` reads them.
-        run: the function.
-        fake: function that returns results without values.
         backward: gradients, see `torch.library.register_autograd`; None: not seen by autograd.
-        save: what saves tensors for `backward`.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

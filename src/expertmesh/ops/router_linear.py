@@ -24,7 +24,6 @@ def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tenso
     Args:
         x_TD: (T, D), any float dtype; saved for the backward without an FP32 copy.
         w_ED: (E, D), any float dtype.
-        backend: see `resolve_backend`.
 
     Returns:
         (T, E) in FP32 or FP64. Differentiable, also twice (the second time by FP32 products). Does not synchronise.

@@ -21,10 +21,6 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
     Args:
         what: name of the operation, for the message.
         tensors: returns the differentiable inputs; called inside forward-mode differentiation only.
-
-    Raises:
-        ConfigError: inside torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian, linearize or vmap, inside torch.jit.trace, or with
-            a tensor that has a tangent.
     """
     if torch.compiler.is_compiling():
         return
@@ -62,11 +58,7 @@ def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
 
 
 def refuse_batched_gradient(what: str, grad: Tensor | None) -> None:
-    """Raise ConfigError in a backward over a batch of gradients (`is_grads_batched`, `vectorize`).
-
-    Raises:
-        ConfigError: the gradient is a batch.
-    """
+    """Raise ConfigError in a backward over a batch of gradients (`is_grads_batched`, `vectorize`)."""
     if torch.compiler.is_compiling() or grad is None or not is_legacy_batchedtensor(grad):
         return
     raise ConfigError(

@@ -31,39 +31,24 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GradientBlock:
-    """Inputs and outputs of one block of rows in the backward; `up` is None for plain activations.
+    """Inputs and outputs of one block of rows in the backward; `up` is None for plain activations."""
 
-    Attributes:
-        gate: pre-activations, the first branch (or the only one).
-        up: the second branch.
-        grad: gradient of s * act before the product with s; overwritten.
-        out: receives s * act.
-        d_gate: receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation.
-        d_up: receives the gradient of up; may be up itself, or the `act` scratch.
-    """
-
-    gate: Tensor
-    up: Tensor | None
-    grad: Tensor
-    out: Tensor
-    d_gate: Tensor
-    d_up: Tensor | None
+    gate: Tensor  # pre-activations, the first branch (or the only one)
+    up: Tensor | None  # the second branch
+    grad: Tensor  # gradient of s * act before the product with s; overwritten
+    out: Tensor  # receives s * act
+    d_gate: Tensor  # receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation
+    d_up: Tensor | None  # receives the gradient of up; may be up itself, or the `act` scratch
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Scratch memory for blocks of rows, and the passes over them.
+    """Scratch memory for blocks of rows, and the passes over them."""
 
-    Attributes:
-        activation: name of the activation.
-        hidden_dim: F.
-        block_rows: rows per block.
-        scratch: FP32 or FP64 buffers (block_rows, F); rows that are FP32 or FP64 themselves need fewer.
-    """
-
-    activation: str
-    hidden_dim: int
+    activation: str  # name of the activation
+    hidden_dim: int  # F
     block_rows: int
+    # FP32 or FP64 buffers (block_rows, F); rows that are FP32 or FP64 themselves need fewer
     scratch: tuple[Tensor, ...]
 
     @staticmethod
@@ -231,8 +216,7 @@ def passes_for(
     activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
 ) -> Passes | CompiledPasses:
     """Make the passes of a call with num_rows rows in all; its parts have the dtype, the device and at most the rows of
-    `rows_RF` (R, F).
-    """
+    `rows_RF` (R, F)."""
     if compiled_passes.serves(activation, rows_RF, num_rows=num_rows, backward=backward):
         return CompiledPasses(activation)
     return Passes.allocate(activation, rows_RF, backward=backward)

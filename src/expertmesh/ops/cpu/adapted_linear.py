@@ -24,15 +24,10 @@ MOST_EXPERTS = 8
 
 
 class Panel(NamedTuple):
-    """Panel of neighbouring experts that share products of their adapters.
-
-    Attributes:
-        blocks: rows of each expert of the panel that has rows.
-        rows: all rows of the panel, as one block.
-    """
+    """Panel of neighbouring experts that share products of their adapters."""
 
     blocks: list[ExpertRows]
-    rows: ExpertRows
+    rows: ExpertRows  # all rows of the panel, as one block
 
     @property
     def experts(self) -> slice:

@@ -42,13 +42,9 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled replacement of `Passes`, for calls that `serves` accepts.
+    """Compiled replacement of `Passes`, for calls that `serves` accepts."""
 
-    Attributes:
-        activation: the name of the activation.
-    """
-
-    activation: str
+    activation: str  # the name of the activation
 
     def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
         """Write s * act(h), see `Passes.forward`."""

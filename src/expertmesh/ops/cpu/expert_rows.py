@@ -19,19 +19,12 @@ _NARROW = 1 << 16
 
 
 class ExpertRows(NamedTuple):
-    """Rows of one expert that has rows.
+    """Rows of one expert that has rows."""
 
-    Attributes:
-        expert: index of the expert.
-        start: first row.
-        stop: last row + 1.
-        size: number of rows to multiply, padding included.
-    """
-
-    expert: int
-    start: int
-    stop: int
-    size: int
+    expert: int  # index of the expert
+    start: int  # first row
+    stop: int  # last row + 1
+    size: int  # number of rows to multiply, padding included
 
     def each(self, values: Tensor) -> Tensor:
         """Rows to multiply if each has its own result; padding is the next experts' rows, or zeros."""

@@ -22,11 +22,7 @@ _FEW_ROWS = 64
 def forward(
     x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`.
-
-    Raises:
-        ConfigError: offsets do not begin at 0, decrease, or pass the rows.
-    """
+    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
     bounds = offsets_E.tolist()
     _check_bounds(bounds, x_RK.shape[0])
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)

@@ -33,11 +33,7 @@ Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read.
-
-    Raises:
-        ConfigError: the adapters have another number of experts.
-    """
+    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read."""
     if call.runs:
         return _forward_of_runs(call)
     assert call.maps is not None and call.adapters is not None

@@ -144,7 +144,6 @@ def forward(
 
     Args:
         of_slice: a backend's forward for one slice.
-        call: the call.
         save_h: whether H is wanted.
     """
     total, hidden = None, []

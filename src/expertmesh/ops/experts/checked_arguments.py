@@ -16,9 +16,6 @@ from expertmesh.ops.transforms import refuse_transforms
 
 def checked(call: ExpertsCall, maps: RouteMetadata) -> ExpertsCall:
     """Check a call and add its maps; cast it for autocast, and resolve its backend to "torch", "triton" or "reference".
-
-    Raises:
-        ConfigError: see `moe_mlp`.
     """
     x_TD, experts = call.x_TD, call.experts
     dtype = autocast_dtype(x_TD.device)
@@ -81,11 +78,7 @@ def _at(w: ExpertWeights, i: int) -> str:
 
 
 def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[Tensor]:
-    """Return main gradients in the order of the experts' parameters; [] if there are none.
-
-    Raises:
-        ConfigError: a buffer is missing, or its shape, dtype or memory layout does not fit its parameter.
-    """
+    """Return main gradients in the order of the experts' parameters; [] if there are none."""
     if main is None:
         return []
     first = experts.w_in[0]

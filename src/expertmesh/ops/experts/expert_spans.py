@@ -17,21 +17,13 @@ from expertmesh.ops.cpu.products import gemm_rows
 
 @dataclass(frozen=True)
 class ExpertSpan:
-    """Rows of neighbouring experts; experts without rows are left out.
+    """Rows of neighbouring experts; experts without rows are left out."""
 
-    Attributes:
-        experts: indices of the experts.
-        starts: first row of each expert.
-        counts: number of rows of each expert.
-        sizes: number of places of each expert: its rows and their padding.
-        device: the device of the rows.
-    """
-
-    experts: list[int]
-    starts: list[int]
-    counts: list[int]
-    sizes: list[int]
-    device: torch.device
+    experts: list[int]  # indices of the experts
+    starts: list[int]  # first row of each expert
+    counts: list[int]  # number of rows of each expert
+    sizes: list[int]  # number of places of each expert: its rows and their padding
+    device: torch.device  # the device of the rows
 
     @cached_property
     def rows(self) -> slice:

@@ -158,11 +158,7 @@ def _is_fast(c: ExpertsCall, dtype: torch.dtype) -> bool:
 
 
 def forward_of_ids(c: ExpertsCall) -> Tensor:
-    """Compute y (T, D) of a call that `serves_ids` accepts.
-
-    Raises:
-        ConfigError: an id is out of range.
-    """
+    """Compute y (T, D) of a call that `serves_ids` accepts."""
     assert c.ids_TK is not None
     check_expert_ids(c.ids_TK)
     dtype, E = _dtype_of(c), c.experts.num_experts

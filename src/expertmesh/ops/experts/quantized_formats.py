@@ -21,13 +21,9 @@ from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, w
 
 
 class QuantizedFormat(WeightFormat):
-    """Format of values with scales; this class has one byte per number and scales that `widened` takes.
+    """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
-    Attributes:
-        name: see `WeightFormat`; a format of `rounded`.
-    """
-
-    name: str = "int8"
+    name: str = "int8"  # see `WeightFormat`; a format of `rounded`
     backends: tuple[str, ...] = ("native", "quantized_triton", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:

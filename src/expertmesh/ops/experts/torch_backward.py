@@ -89,26 +89,19 @@ def data_grads(
 
 
 def weight_grads(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    hidden: HiddenGradients,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # the gradient as given to `data_grads`
+    x_TD: Tensor,  # the tokens as given to `forward`
+    hidden: HiddenGradients,  # from `data_grads`
+    experts: ExpertSlice,  # the experts as given to `forward`
+    weights_TK: Tensor,  # the weights as given to `forward`
+    maps: RouteMetadata,  # the maps as given to `forward`
+    needs: Needs,  # the gradients to compute
     *,
     into: ExpertSlice | None = None,
 ) -> ExpertSlice:
     """Compute the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
-        grad_TD: the gradient as given to `data_grads`.
-        x_TD: the tokens as given to `forward`.
-        hidden: from `data_grads`.
-        experts: the experts as given to `forward`.
-        weights_TK: the weights as given to `forward`.
-        maps: the maps as given to `forward`.
-        needs: the gradients to compute.
         into: FP32 or FP64 buffers to add to, in place. Products of BF16 matrices are rounded to BF16 expert by expert
             before they are added, because PyTorch's CPU GEMMs return no wider dtype; the sum is never rounded.
 
@@ -132,23 +125,14 @@ def weight_grads(
 
 @dataclass(frozen=True)
 class _DataBuffers:
-    """Buffers of `_Steps.data` beside the hidden rows.
+    """Buffers of `_Steps.data` beside the hidden rows."""
 
-    Attributes:
-        h_RH: the saved H; None: recomputed.
-        h_again: buffer for the recomputed H of one run.
-        d_a: buffer for the gradient of A of one run.
-        d_x_RD: receives the gradient of the gathered x; no rows if it is not needed.
-        d_s_R: receives the gradient of the rows' routing weights.
-        passes: the activation passes.
-    """
-
-    h_RH: Tensor | None
-    h_again: Tensor
-    d_a: Tensor
-    d_x_RD: Tensor
-    d_s_R: Tensor
-    passes: Passes | CompiledPasses
+    h_RH: Tensor | None  # the saved H; None: recomputed
+    h_again: Tensor  # buffer for the recomputed H of one run
+    d_a: Tensor  # buffer for the gradient of A of one run
+    d_x_RD: Tensor  # receives the gradient of the gathered x; no rows if it is not needed
+    d_s_R: Tensor  # receives the gradient of the rows' routing weights
+    passes: Passes | CompiledPasses  # the activation passes
 
     @staticmethod
     def of(steps: "_Steps", h_RH: Tensor) -> "_DataBuffers":

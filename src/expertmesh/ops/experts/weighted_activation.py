@@ -23,13 +23,9 @@ def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor
     Args:
         h_RH: (R, G * F) pre-activations; for a gated activation the gates come first.
         s_R: (R,) routing weights of any floating-point dtype.
-        activation: see `moe_mlp`.
 
     Returns:
         (R, F) in the dtype of h.
-
-    Raises:
-        ConfigError: the activation is unknown.
     """
     refuse_transforms("weighted_activation", lambda: [h_RH, s_R])
     G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)

@@ -61,15 +61,10 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class RowRange(NamedTuple):
-    """Numbers of rows of a product call with which a row gets the same result in every call.
+    """Numbers of rows of a product call with which a row gets the same result in every call."""
 
-    Attributes:
-        least: minimum number of rows; fewer are padded. 0: results depend on the position, so rows run one by one.
-        most: calls have up to `BLOCK_ROWS` rows, or exactly this many.
-    """
-
-    least: int
-    most: int
+    least: int  # minimum number of rows; fewer are padded. 0: results depend on the position, so rows run one by one.
+    most: int  # calls have up to `BLOCK_ROWS` rows, or exactly this many
 
     def calls(self, num_rows: int) -> Iterator[tuple[slice, int]]:
         """Split rows into calls: the slice of rows of each call, and its padded number of rows."""
@@ -166,19 +161,12 @@ def _is_aligned(t: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """Matrix prepared for products with rows, in calls of few shapes; not seen by autograd.
+    """Matrix prepared for products with rows, in calls of few shapes; not seen by autograd."""
 
-    Attributes:
-        w_NK: (N', K') weight with N and K rounded up to multiples of 16.
-        b_N: (N',) bias or None.
-        num_columns: N.
-        rows: numbers of rows of a call.
-    """
-
-    w_NK: Tensor
-    b_N: Tensor | None
-    num_columns: int
-    rows: RowRange
+    w_NK: Tensor  # (N', K') weight with N and K rounded up to multiples of 16
+    b_N: Tensor | None  # (N',) bias or None
+    num_columns: int  # N
+    rows: RowRange  # numbers of rows of a call
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
@@ -344,7 +332,6 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
         x: (..., K), float64, float32, bfloat16 or float16. Under autocast all arguments are cast to its dtype.
         w_NK: (N, K), in x's dtype.
         b_N: (N,) or None; added before the result is rounded.
-        backend: see `resolve_backend`.
 
     Returns:
         (..., N) in x's dtype (autocast's under autocast). Differentiable; gradients are ordinary sums. Does not

@@ -30,32 +30,24 @@ _FP8_STEPS = 8
 
 
 class Rounded(NamedTuple):
-    """A rounded matrix, or a stack of rounded matrices.
+    """A rounded matrix, or a stack of rounded matrices."""
 
-    Attributes:
-        values: (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn.
-        scales: (..., N, 1), (..., N, K / g), or (..., N / 128, K / 128) rounded up; a number is its value times its scale.
-    """
-
-    values: Tensor
+    values: Tensor  # (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn
+    # (..., N, 1), (..., N, K / g), or (..., N / 128, K / 128) rounded up; a number is its value times its scale
     scales: Tensor
 
 
 def rounded(
-    w: Tensor,
+    w: Tensor,  # (N, K), of any floating-point type
     to: Format,
     *,
-    group_size: int,
+    group_size: int,  # columns per scale of int4; must divide K
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> Rounded:
     """Round a matrix.
 
     Args:
-        w: (N, K), of any floating-point type.
-        to: the format.
-        group_size: columns per scale of int4; must divide K.
-        scale_dtype: the dtype of the scales.
         importance: for int8 and int4: (K,) weight of a column's squared error; or (K, K) mean products of the input
             columns, with which later columns compensate the error of earlier ones (GPTQ). None: equal weights.
     """
