@@ -21,17 +21,11 @@ _MOST_PENALTY = 10  # larger powers of lengths overflow
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Output of beam search for one source.
+    """Output of beam search for one source."""
 
-    Attributes:
-        ids: tokens of the output, without the start and the end.
-        score: log probability, with the end token, divided by the length penalty; larger is better.
-        is_finished: whether it ended with the end token; False: it was cut off at the maximum length.
-    """
-
-    ids: list[int]
-    score: float
-    is_finished: bool
+    ids: list[int]  # tokens of the output, without the start and the end
+    score: float  # log probability, with the end token, divided by the length penalty; larger is better
+    is_finished: bool  # whether it ended with the end token; False: it was cut off at the maximum length
 
 
 @dataclass
@@ -57,12 +51,12 @@ def length_penalty_of(length: int, alpha: float) -> float:
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder,
-    sources: Sequence[Sequence[int]],
+    model: EncoderDecoder,  # the encoder-decoder; its cache must be an `expertmesh.models.decoder.BeamCache`
+    sources: Sequence[Sequence[int]],  # token ids of each source, none of them empty
     *,
-    start: Sequence[int],
-    end_id: int,
-    num_beams: int = 5,
+    start: Sequence[int],  # ids that every output begins with
+    end_id: int,  # id that ends an output
+    num_beams: int = 5,  # unfinished outputs kept for each source; 1 without a length penalty: greedy decoding
     length_penalty: float = 1.0,
     max_tokens: int | Sequence[int] | None = None,
 ) -> list[Hypothesis]:
@@ -72,20 +66,13 @@ def beam_search(
     them at any length. Synchronises with the device once per token.
 
     Args:
-        model: the encoder-decoder; its cache must be an `expertmesh.models.decoder.BeamCache`.
-        sources: token ids of each source, none of them empty.
-        start: ids that every output begins with.
-        end_id: id that ends an output.
-        num_beams: unfinished outputs kept for each source; 1 without a length penalty: greedy decoding.
-        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short outputs.
-        max_tokens: maximum tokens of an output, with the end, for all sources or for each; None: limited by the model's context.
+        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short
+            outputs.
+        max_tokens: maximum tokens of an output, with the end, for all sources or for each; None: limited by the model's
+            context.
 
     Returns:
         One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
-
-    Raises:
-        ConfigError: a value breaks a rule, or a source is too long or outside the vocabulary.
-        CheckpointError: the model's logits are not finite.
     """
     Number(1, MOST_BEAMS, "5 is usual", types=WHOLE).check("num_beams", num_beams)
     Number(0, _MOST_PENALTY, "1 is usual").check("length_penalty", length_penalty)

@@ -7,15 +7,11 @@ from expertmesh.models.cache import KVCache
 
 
 class Seq2SeqCache(KVCache):
-    """A key-value cache of target tokens, with keys and values of sources, which several rows may share (beams).
+    """A key-value cache of target tokens, with keys and values of sources, which several rows may share (beams)."""
 
-    Attributes:
-        memory: keys and values of the sources for each decoder layer, (sources, H, S, head_dim) each.
-        memory_mask: (sources, 1, 1, S) bool, False for padding; None: there is none.
-    """
-
+    # keys and values of the sources for each decoder layer, (sources, H, S, head_dim) each
     memory: list[tuple[Tensor, Tensor]]
-    memory_mask: Tensor | None = None
+    memory_mask: Tensor | None = None  # (sources, 1, 1, S) bool, False for padding; None: there is none
 
     def branch(self, num_beams: int) -> None:
         """Repeat every row num_beams times, as neighbouring rows that share its source.

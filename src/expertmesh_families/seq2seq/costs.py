@@ -21,15 +21,10 @@ from expertmesh_families.seq2seq.spec import seq2seq_spec
 
 @dataclass(frozen=True)
 class TranslationFlops:
-    """FLOPs of the matrix products of a forward pass, two per multiply-add.
+    """FLOPs of the matrix products of a forward pass, two per multiply-add."""
 
-    Attributes:
-        source_flops: FLOPs per source token: the encoder, and keys and values for the decoder.
-        target_flops: FLOPs per target token: the decoder and the logits.
-    """
-
-    source_flops: int
-    target_flops: int
+    source_flops: int  # FLOPs per source token: the encoder, and keys and values for the decoder
+    target_flops: int  # FLOPs per target token: the decoder and the logits
 
 
 def forward_flops(

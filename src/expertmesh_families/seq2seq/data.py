@@ -33,21 +33,13 @@ TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of one task.
+    """Examples of one task."""
 
-    Attributes:
-        source: source language.
-        target: target language; the source language for denoising.
-        where: (n, 2) index of the corpus and of the line of each example.
-        lengths: (n,) tokens of source and target together.
-        num_long: number of examples left out because they are longer than the model's maximum lengths.
-    """
-
-    source: str
-    target: str
-    where: np.ndarray
-    lengths: np.ndarray
-    num_long: int = 0
+    source: str  # source language
+    target: str  # target language; the source language for denoising
+    where: np.ndarray  # (n, 2) index of the corpus and of the line of each example
+    lengths: np.ndarray  # (n,) tokens of source and target together
+    num_long: int = 0  # number of examples left out because they are longer than the model's maximum lengths
 
     @property
     def name(self) -> str:
@@ -56,20 +48,13 @@ class Examples:
 
 
 def probabilities(
-    counts: Sequence[int],
+    counts: Sequence[int],  # examples of each task; a task with 0 is never drawn
     *,
-    temperature: float,
-    kinds: Sequence[int] | None = None,
-    shares: Sequence[float] = (1.0,),
+    temperature: float,  # 1 or more
+    kinds: Sequence[int] | None = None,  # index of each task's kind; None: there is one kind
+    shares: Sequence[float] = (1.0,),  # share of each kind in all samples
 ) -> np.ndarray:
-    """Probabilities of the tasks, proportional to count^(1 / temperature) within each kind of task.
-
-    Args:
-        counts: examples of each task; a task with 0 is never drawn.
-        temperature: 1 or more.
-        kinds: index of each task's kind; None: there is one kind.
-        shares: share of each kind in all samples.
-    """
+    """Probabilities of the tasks, proportional to count^(1 / temperature) within each kind of task."""
     sizes = np.asarray(counts, dtype=np.float64)
     weights = np.where(sizes > 0, sizes ** (1.0 / temperature), 0.0)
     of_task = np.zeros(len(sizes), dtype=np.int64) if kinds is None else np.asarray(kinds)
@@ -87,7 +72,6 @@ class Mixture:
     its own, so no example is repeated before all others of the task were drawn.
 
     Args:
-        tasks: the tasks.
         shares: probability of each task.
         seed: seed of the order.
         neighbours: number of consecutive samples of similar length.
@@ -152,34 +136,22 @@ class Mixture:
 class TranslationData:
     """Data of a run: translation in all directions, and denoising.
 
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-        max_source_len: longest source with its two special tokens; longer examples are left out.
-        max_target_len: longest target with its special token; longer examples are left out.
-        seed: seed of order and noise.
-
-    Raises:
-        ConfigError: files are missing, unequal or damaged; a language or a direction is unknown or has no example.
-        OSError: the cache cannot be written.
-
     Attributes:
-        languages: languages in the order of their tags.
-        tasks: names of the training tasks, such as en-de, or en for denoising; the task indices of a training batch refer to it.
-        directions: names of the validation directions, such as en-de; the task indices of a validation batch refer to it.
+        tasks: names of the training tasks, such as en-de, or en for denoising; the task indices of a training batch
+            refer to it.
     """
 
     def __init__(
         self,
-        config: ParallelTextConfig,
+        config: ParallelTextConfig,  # options of the data
         *,
-        vocab_size: int,
-        max_source_len: int,
-        max_target_len: int,
-        seed: int,
+        vocab_size: int,  # V of the model
+        max_source_len: int,  # longest source with its two special tokens; longer examples are left out
+        max_target_len: int,  # longest target with its special token; longer examples are left out
+        seed: int,  # seed of order and noise
     ) -> None:
         tokens = prepare_parallel(config, vocab_size=vocab_size)
-        self.languages = tokens.languages
+        self.languages = tokens.languages  # languages in the order of their tags
         self.files = {"tokenizer.json": tokens.tokenizer_path}
         self._config, self._tokens, self._seed = config, tokens, seed
         limits = max_source_len - 2, max_target_len - 1
@@ -233,6 +205,7 @@ class TranslationData:
                 f"{path}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left out: longer than "
                 f"{lengths}; raise them"
             )
+        # names of the validation directions, such as en-de; the task indices of a validation batch refer to it
         self.directions = tuple(task.name for task in self._validation)
         self.num_validation = sum(len(task.where) for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)

@@ -46,15 +46,10 @@ _NO_LANGUAGE = "files have endings that are no languages as en, zh_Hans"
 
 @dataclass(frozen=True)
 class Lines:
-    """Tokenised lines of one file in one language.
+    """Tokenised lines of one file in one language."""
 
-    Attributes:
-        tokens_N: concatenated tokens of all lines.
-        starts: (lines + 1,) offset of each line in tokens_N; a blank line has no tokens.
-    """
-
-    tokens_N: np.ndarray
-    starts: np.ndarray
+    tokens_N: np.ndarray  # concatenated tokens of all lines
+    starts: np.ndarray  # (lines + 1,) offset of each line in tokens_N; a blank line has no tokens
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -72,23 +67,14 @@ Corpus = dict[str, Lines]
 
 @dataclass(frozen=True)
 class ParallelTokens:
-    """Tokenised parallel text.
+    """Tokenised parallel text."""
 
-    Attributes:
-        key: hex digest of everything that the tokens depend on.
-        languages: languages with a tag, which can be targets, in the order of the tags.
-        texts: languages of the files; those without a tag are sources only.
-        training: a corpus per folder.
-        validation: a corpus per folder that has this split.
-        tokenizer_path: tokenizer.json of the vocabulary that all languages share.
-    """
-
-    key: str
-    languages: tuple[str, ...]
-    texts: tuple[str, ...]
-    training: tuple[Corpus, ...]
-    validation: tuple[Corpus, ...]
-    tokenizer_path: Path
+    key: str  # hex digest of everything that the tokens depend on
+    languages: tuple[str, ...]  # languages with a tag, which can be targets, in the order of the tags
+    texts: tuple[str, ...]  # languages of the files; those without a tag are sources only
+    training: tuple[Corpus, ...]  # a corpus per folder
+    validation: tuple[Corpus, ...]  # a corpus per folder that has this split
+    tokenizer_path: Path  # tokenizer.json of the vocabulary that all languages share
 
 
 def tag(language: str) -> str:
@@ -97,11 +83,7 @@ def tag(language: str) -> str:
 
 
 def tag_id(languages: Sequence[str], language: str) -> int:
-    """Id of a language's tag; tags follow the end of text and the mask.
-
-    Raises:
-        ConfigError: the language is not in languages.
-    """
+    """Id of a language's tag; tags follow the end of text and the mask."""
     if language not in languages:
         near = nearest_name(language, list(languages))
         hint = f"did you mean {near}?" if near else f"known here: {', '.join(languages)}"
@@ -116,11 +98,7 @@ def languages_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def find_folder(name: str) -> Path:
-    """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder."""
     path = expanded(name)
     places = [path]
     if len(path.parts) == 1:
@@ -142,10 +120,6 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     Args:
         config: options of the data.
         vocab_size: V of the model.
-
-    Raises:
-        ConfigError: files are missing, of unequal lengths, or not UTF-8 text, or a language is unknown.
-        OSError: the cache cannot be written.
     """
     if not config.path:
         raise ConfigError(
@@ -227,11 +201,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
 
 
 def _given(name: str, vocab_size: int) -> Path:
-    """Path of a given tokenizer, checked to be one with language tags.
-
-    Raises:
-        ConfigError: it is missing or damaged, has no language tags, or has more tokens than the model.
-    """
+    """Path of a given tokenizer, checked to be one with language tags."""
     path = expanded(name)
     if not path.is_file():
         raise ConfigError(
@@ -252,11 +222,7 @@ def _given(name: str, vocab_size: int) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file, compressed or not, without line ends; UTF-8, or the encoding of its byte-order mark.
-
-    Raises:
-        ConfigError: the file is no text, or damaged.
-    """
+    """Lines of a text file, compressed or not, without line ends; UTF-8, or the encoding of its byte-order mark."""
     return lines_of(decoded(_bytes(path, None, option="")))
 
 
@@ -283,11 +249,7 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
 def _files(
     folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
 ) -> dict[str, Path]:
-    """Files of a split by language, restricted to the given languages if there are any.
-
-    Raises:
-        ConfigError: a language has two files, one of them compressed.
-    """
+    """Files of a split by language, restricted to the given languages if there are any."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
         ending = path.suffix if is_packed(path) else ""

@@ -112,14 +112,10 @@ class PublishedTranslator:
     Capacity 1.0 in training and 2.0 in evaluation, random token selection, a vocabulary of 128,000, and an untied output
     matrix, which gives the published sizes. Differences: RMSNorm and rotary positions, where the original has LayerNorm,
     biases and untied absolute positions.
-
-    Attributes:
-        name: name of the recipe.
-        num_experts: experts of each MoE layer; none: dense.
     """
 
-    name: str
-    num_experts: tuple[int, ...]
+    name: str  # name of the recipe
+    num_experts: tuple[int, ...]  # experts of each MoE layer; none: dense
 
     @property
     def summary(self) -> str:

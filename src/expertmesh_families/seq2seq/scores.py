@@ -18,17 +18,11 @@ TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
 
 
 class Score(NamedTuple):
-    """Corpus score by one metric.
+    """Corpus score by one metric."""
 
-    Attributes:
-        name: name of the metric in sacreBLEU.
-        value: score from 0 to 100.
-        signature: sacreBLEU's signature, with all settings that the score depends on.
-    """
-
-    name: str
-    value: float
-    signature: str
+    name: str  # name of the metric in sacreBLEU
+    value: float  # score from 0 to 100
+    signature: str  # sacreBLEU's signature, with all settings that the score depends on
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str) -> list[Score]:
@@ -38,9 +32,6 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
         hypotheses: translations, one line each.
         references: reference translations, one line each, as many as hypotheses.
         language: code of the target language, which selects BLEU's tokenizer.
-
-    Raises:
-        ConfigError: sacreBLEU is not installed, or there are no translations or not as many references.
     """
     found = []
     for metric in metrics_of(hypotheses, references, language):
@@ -50,11 +41,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
 
 
 def check_sacrebleu() -> None:
-    """Check that sacreBLEU is installed.
-
-    Raises:
-        ConfigError: sacrebleu is not installed.
-    """
+    """Check that sacreBLEU is installed."""
     if importlib.util.find_spec("sacrebleu") is None:
         raise ConfigError(
             "scores need the package sacrebleu; install it with: pip install sacrebleu"
@@ -77,11 +64,7 @@ def plain_language(language: str) -> str:
 
 
 def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
-    """Check that there are lines, and as many references.
-
-    Raises:
-        ConfigError: there are no lines, their numbers differ, or a line is not a string.
-    """
+    """Check that there are lines, and as many references."""
     if len(lines) != len(references):
         raise ConfigError(
             f"{len(lines):,} {what} and {len(references):,} references: must be equally many; give one line for each"

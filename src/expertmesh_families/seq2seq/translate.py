@@ -23,14 +23,14 @@ _log = logging.getLogger("expertmesh.data")
 
 
 def translate(
-    model: CausalLM,
-    tokenizer: Tokenizer,
+    model: CausalLM,  # an encoder-decoder
+    tokenizer: Tokenizer,  # the model's tokenizer
     translation: Translation,
-    texts: Sequence[str],
+    texts: Sequence[str],  # one line each
     *,
-    num_beams: int = 5,
-    length_penalty: float = 1.0,
-    batch_size: int = 32,
+    num_beams: int = 5,  # see `beam_search`
+    length_penalty: float = 1.0,  # see `beam_search`
+    batch_size: int = 32,  # texts that are translated together
     max_tokens: int | None = None,
     split_long: bool = False,
     each: Callable[[str], None] | None = None,
@@ -40,19 +40,10 @@ def translate(
     Logs a warning that names the translations cut off at their maximum length.
 
     Args:
-        model: an encoder-decoder.
-        tokenizer: the model's tokenizer.
         translation: special tokens for the target language, from `expertmesh.models.builder.ModelBuilder.translation`.
-        texts: one line each.
-        num_beams: see `beam_search`.
-        length_penalty: see `beam_search`.
-        batch_size: texts that are translated together.
         max_tokens: see `beam_search`; None: twice the source's tokens plus 16, limited by the model's context.
         split_long: whether texts longer than the model's context are translated in pieces, cut at ends of sentences.
         each: called with each translation, in order, as soon as it and all earlier ones are done.
-
-    Raises:
-        ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
     """
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(f"{type_of(model)} reads no sources; use an encoder-decoder")
@@ -111,21 +102,14 @@ def translate(
 
 
 class _InOrder:
-    """Buffer that emits translations in the order of the texts, each as soon as it and all earlier ones are done.
-
-    Args:
-        parts: pieces of each text.
-        found: translations of all pieces, in the order of the texts; filled by the caller.
-        missing: indices of the pieces that are not translated yet; updated by the caller.
-        each: called with each translation; None: nothing is called.
-    """
+    """Buffer that emits translations in the order of the texts, each as soon as it and all earlier ones are done."""
 
     def __init__(
         self,
-        parts: Sequence[Sequence[str]],
-        found: Sequence[str],
-        missing: set[int],
-        each: Callable[[str], None] | None,
+        parts: Sequence[Sequence[str]],  # pieces of each text
+        found: Sequence[str],  # translations of all pieces, in the order of the texts; filled by the caller
+        missing: set[int],  # indices of the pieces that are not translated yet; updated by the caller
+        each: Callable[[str], None] | None,  # called with each translation; None: nothing is called
     ) -> None:
         self._parts, self._found, self._each, self._at = parts, found, each, 0
         self.missing, self.texts = missing, list[str]()

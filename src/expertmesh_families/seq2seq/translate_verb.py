@@ -58,10 +58,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: words after `translate`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or files do not match.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     with once_per_host():
         options = parsed(TranslateVerb, argv)

@@ -20,16 +20,11 @@ _ERASED_AREA = (0.02, 1 / 3)
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixup or cutmix of a sample with a partner.
+    """Mixup or cutmix of a sample with a partner."""
 
-    Attributes:
-        partner: number in [0, 1) that selects the partner.
-        weight: weight of the sample; the partner's is 1 - weight.
-        box: cutmix: rectangle with the partner's pixels, (top, left, bottom, right) as fractions of the sides. None: mixup.
-    """
-
-    partner: float
-    weight: float
+    partner: float  # number in [0, 1) that selects the partner
+    weight: float  # weight of the sample; the partner's is 1 - weight
+    # cutmix: rectangle with the partner's pixels, (top, left, bottom, right) as fractions of the sides. None: mixup.
     box: tuple[float, float, float, float] | None
 
 

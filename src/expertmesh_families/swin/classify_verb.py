@@ -83,10 +83,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: words after `classify`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or an image cannot be read.
-        CheckpointError: the run has no usable checkpoint.
     """
     options = parsed(ClassifyVerb, argv)
     picture = None if options.picture is None else expanded(options.picture)

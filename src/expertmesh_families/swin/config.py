@@ -175,7 +175,6 @@ def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfi
     """The configuration with all options that the weights of the run in train.init_from fix; images, windows and classes stay.
 
     Args:
-        config: configuration of the run.
         other: configuration of the run in train.init_from.
     """
     model = config.model.model_dump() | {name: getattr(other.model, name) for name in _OF_WEIGHTS}

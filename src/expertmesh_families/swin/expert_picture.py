@@ -24,9 +24,6 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
     Args:
         results: results of `expertmesh_families.swin.classify.classify`.
         path: file of the picture; its ending selects the format.
-
-    Raises:
-        ConfigError: Pillow is not installed or does not know the format, or the model has no experts.
     """
     check_pillow(path)
     from PIL import Image, ImageDraw
@@ -64,11 +61,7 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
 
 
 def check_pillow(path: str | Path) -> None:
-    """Check that a picture can be written in the format of its ending.
-
-    Raises:
-        ConfigError: Pillow is not installed, or does not know the format.
-    """
+    """Check that a picture can be written in the format of its ending."""
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError(f"--picture {path}: needs Pillow; install it with: pip install pillow")
     from PIL import Image

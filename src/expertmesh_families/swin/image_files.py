@@ -42,9 +42,6 @@ def refuse_images(problems: Sequence[str], total: int) -> None:
     Args:
         problems: messages of their `ImageError`s.
         total: number of all images.
-
-    Raises:
-        ConfigError: there are problems; the message contains the first few.
     """
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -58,19 +55,12 @@ def refuse_images(problems: Sequence[str], total: int) -> None:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images, read on demand.
+    """Labelled images, read on demand."""
 
-    Attributes:
-        labels_N: (N,) int64 classes.
-        read: returns the i-th image, uint8, (H, W) or (H, W, 3).
-        name: returns the name of the i-th image for messages.
-        digest: digest of names and sizes of the files, or of their contents.
-    """
-
-    labels_N: np.ndarray
-    read: Callable[[int], np.ndarray]
-    name: Callable[[int], str]
-    digest: str
+    labels_N: np.ndarray  # (N,) int64 classes
+    read: Callable[[int], np.ndarray]  # returns the i-th image, uint8, (H, W) or (H, W, 3)
+    name: Callable[[int], str]  # returns the name of the i-th image for messages
+    digest: str  # digest of names and sizes of the files, or of their contents
 
     def take(self, which: np.ndarray) -> "Images":
         """The images at the given indices, in this order."""
@@ -85,15 +75,9 @@ class Images:
 
 @dataclass(frozen=True)
 class LabelledFolder:
-    """Classes and images of one folder.
+    """Classes and images of one folder."""
 
-    Attributes:
-        classes: names of the classes.
-        training: training images.
-        validation: validation images.
-    """
-
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the classes
     training: Images
     validation: Images
 
@@ -107,9 +91,6 @@ def read_folder(
         folder: folder with IDX files, or with a folder per class, perhaps below train/ and val/.
         num_train: number of training images, the first ones, for IDX files without a split; None: by the fraction.
         validation_fraction: share of the images for validation if there is no split.
-
-    Raises:
-        ConfigError: the folder has no such files, or they are damaged.
     """
     path = expanded(folder)
     if not path.is_dir():
@@ -267,12 +248,8 @@ def _class_folders(
     """Classes and images of class folders, sorted by class, then by name; hidden files are skipped.
 
     Args:
-        path: folder with a folder per class.
         left_out: receives the files that are no images.
         classes: known classes, some of which may have no folder here; None: the names of the folders.
-
-    Raises:
-        ConfigError: there is no class, an empty class, or (with `classes`) an unknown class.
     """
     found = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != "."))
     if not found:
@@ -345,11 +322,7 @@ def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction
 
 
 def read_image_or_idx(name: str) -> np.ndarray:
-    """Pixels of an image file, or for FILE@N of the N-th image of an IDX file; see `read_image`.
-
-    Raises:
-        ImageError: the image cannot be read, or the file has no such image.
-    """
+    """Pixels of an image file, or for FILE@N of the N-th image of an IDX file; see `read_image`."""
     path, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
         return read_image(name)
@@ -369,10 +342,6 @@ def read_image(path: str | Path) -> np.ndarray:
     """Pixels of an image file as uint8, (H, W) if it is grey, else (H, W, 3).
 
     Transparent pixels become black, and the Exif orientation is applied.
-
-    Raises:
-        ImageError: the file is not a readable image.
-        ConfigError: Pillow is not installed.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError

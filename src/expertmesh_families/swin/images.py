@@ -35,42 +35,28 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class ImageData:
-    """Images of one or several folders; the classes of each folder are numbered after the previous folder's.
-
-    Args:
-        config: folders and augmentation.
-        image_size: height and width of the model's input.
-        num_channels: 1 or 3.
-        num_classes: classes of the model's head.
-        seed: seed of order and augmentation.
-
-    Raises:
-        ConfigError: a folder, an image or a label is invalid, or there are more classes than the head has.
-
-    Attributes:
-        classes: names of the classes.
-        folder_of_class: name of each class's folder, numbered if an earlier folder has the same name.
-        num_validation: number of validation samples.
-    """
+    """Images of one or several folders; the classes of each folder are numbered after the previous folder's."""
 
     def __init__(
         self,
-        config: ImagesConfig,
+        config: ImagesConfig,  # folders and augmentation
         *,
-        image_size: int,
-        num_channels: int,
-        num_classes: int,
-        seed: int,
+        image_size: int,  # height and width of the model's input
+        num_channels: int,  # 1 or 3
+        num_classes: int,  # classes of the model's head
+        seed: int,  # seed of order and augmentation
     ) -> None:
         self._config, self._seed = config, seed
         folders = _read_folders(config)
         # distinct names for folders of the same name in different places
         placed = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
+        # names of the classes
         self.classes = tuple(
             name if len(placed) == 1 else f"{place}/{name}"
             for place, folder in placed
             for name in folder.classes
         )
+        # name of each class's folder, numbered if an earlier folder has the same name
         self.folder_of_class = tuple(place for place, folder in placed for _ in folder.classes)
         if len(self.classes) < 2:
             raise ConfigError(
@@ -97,7 +83,7 @@ class ImageData:
         parts = [_FORMAT_VERSION, dependent, size, self.classes, [s.digest for s in self._sides]]
         self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         training, validation = self._sides
-        self.num_validation = len(validation)
+        self.num_validation = len(validation)  # number of validation samples
         self.description = (
             f"{len(training):,} training and {len(validation):,} validation images of {len(self.classes)} classes in "
             f"{', '.join(config.path)}"
@@ -244,9 +230,6 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
     Returns:
         uint8 image of that size.
-
-    Raises:
-        ConfigError: the image does not fit.
     """
     image_CHW = torch.from_numpy(
         np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy()
@@ -277,11 +260,7 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
 
 def class_names(path: Path) -> tuple[str, ...]:
-    """Names of a run's classes, read from its `CLASSES_FILE`.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Names of a run's classes, read from its `CLASSES_FILE`."""
     try:
         names = parse_json(path.read_bytes())
         if not names or not all(isinstance(name, str) for name in names):

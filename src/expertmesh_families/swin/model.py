@@ -54,17 +54,12 @@ _POSITION_BIAS = 16.0
 
 @dataclass(frozen=True)
 class SwinOutput:
-    """Logits, feature maps and routing statistics of one forward pass; a pytree.
+    """Logits, feature maps and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logits_BC: (B, C) class logits, in the compute dtype.
-        maps: (B, H, W, D) map of each stage, before patch merging; D doubles and H, W halve from stage to stage.
-        stats: one RoutingStats per MoE block, in block order; empty for a dense model.
-    """
-
-    logits_BC: Tensor
+    logits_BC: Tensor  # (B, C) class logits, in the compute dtype
+    # (B, H, W, D) map of each stage, before patch merging; D doubles and H, W halve from stage to stage
     maps: tuple[Tensor, ...]
-    stats: tuple[RoutingStats, ...]
+    stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE block, in block order; empty for a dense model
 
     @property
     def features(self) -> tuple[Tensor, ...]:
@@ -178,23 +173,19 @@ class SwinBlock(FeedForward):
     V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
 
     Args:
-        config: the model.
-        stage: index of the stage, from 0.
         block: index of the block in the stage, from 0; odd blocks shift their windows if the map has more than one.
-        index: index of the block in the model.
-        num_experts: experts of this block; 0: a dense MLP.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
-        config: SwinConfig,
+        config: SwinConfig,  # the model
         *,
-        stage: int,
+        stage: int,  # index of the stage, from 0
         block: int,
-        index: int,
-        num_experts: int,
+        index: int,  # index of the block in the model
+        num_experts: int,  # experts of this block; 0: a dense MLP
         **place: Any,
     ) -> None:
         super().__init__()
@@ -273,13 +264,7 @@ class Swin(nn.Module):
     """A Swin Transformer that classifies images and returns the feature maps of all stages.
 
     Args:
-        config: the model.
         device: device of the parameters; "meta" allocates none (then `to_empty` and `init_weights`).
-        dtype: dtype of the parameters; None: torch's default.
-        seed: seed of the initial weights; None: a fresh one from torch's default generator.
-
-    Raises:
-        ConfigError: config is no SwinConfig, or dtype no floating-point type.
 
     Example:
         >>> import torch
@@ -294,11 +279,11 @@ class Swin(nn.Module):
     @names_large_sizes
     def __init__(
         self,
-        config: SwinConfig,
+        config: SwinConfig,  # the model
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int | None = None,
+        dtype: torch.dtype | None = None,  # dtype of the parameters; None: torch's default
+        seed: int | None = None,  # seed of the initial weights; None: a fresh one from torch's default generator
     ) -> None:
         check_model_arguments(config, SwinConfig, dtype)
         super().__init__()
@@ -388,9 +373,6 @@ class Swin(nn.Module):
         Args:
             images_BCHW: (B, channels, image_size, image_size), normalised, any floating dtype.
             image_index_B: (B,) int64 global image indices that key noise and stochastic depth; None: 0, 1, 2, ...
-
-        Raises:
-            ConfigError: images or their indices have a wrong shape, dtype or device.
         """
         C, H, W = self.size
         check_tensor("images_BCHW", images_BCHW, _IMAGES, {"C": C, "H": H, "W": W})

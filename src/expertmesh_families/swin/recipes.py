@@ -122,22 +122,14 @@ class PublishedSwin:
     Dense sizes are Swin V2's for ImageNet-1K at 256 x 256. MoE sizes are the released SwinV2-MoE models, trained on ImageNet-22K
     at 192 x 192 with windows of 12: MoE in every second block of the last two stages, top-1, capacity 1.25, batch-prioritised.
     Differences: affine transforms, colour changes and erasing replace RandAugment; no dropout inside experts.
-
-    Attributes:
-        name: name of the recipe.
-        dim: width of the first stage.
-        third: blocks of the third stage.
-        heads: attention heads of the first stage.
-        drop_path: stochastic depth rate of the last block.
-        num_experts: experts of each MoE block; none: dense.
     """
 
-    name: str
-    dim: int
-    third: int
-    heads: int
-    drop_path: float
-    num_experts: tuple[int, ...] = ()
+    name: str  # name of the recipe
+    dim: int  # width of the first stage
+    third: int  # blocks of the third stage
+    heads: int  # attention heads of the first stage
+    drop_path: float  # stochastic depth rate of the last block
+    num_experts: tuple[int, ...] = ()  # experts of each MoE block; none: dense
 
     @property
     def summary(self) -> str:
