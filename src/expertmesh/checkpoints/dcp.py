@@ -155,7 +155,6 @@ def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult
 
     Args:
         folder: the checkpoint.
-        metadata: `Staged.metadata`.
         results: results of `write_tensors` of all ranks.
     """
     writer = FileSystemWriter(folder, sync_files=False)

@@ -45,8 +45,6 @@ def write_manifest(
 
     Args:
         folder: the checkpoint.
-        files: results of `described`, by file name in the folder.
-        version: version of the format.
     """
     path = folder / NAME
     path.write_text(json.dumps({"format_version": version, "files": files}, indent=1))

@@ -209,7 +209,6 @@ def read_factors(
     """The factors of all adapters of a folder, by the names of our parameters.
 
     Args:
-        files: the folder.
         multiple: ranks are padded with zeros to a multiple of it.
     """
     folder, places, spec = files.folder, places_of(config), gpt_spec(config)

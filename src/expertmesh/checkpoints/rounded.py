@@ -40,11 +40,7 @@ class ExpertFormat:
 
 
 class RoundedExperts:
-    """Tensors of another source with experts in a quantised format; a `TensorSource`.
-
-    Args:
-        source: the other source, with dense experts.
-    """
+    """Tensors of another source with experts in a quantised format; a `TensorSource`."""
 
     def __init__(self, source: TensorSource, scheme: ExpertFormat) -> None:
         self._source, self.scheme, self.products_dtype = source, scheme, scheme.dtype

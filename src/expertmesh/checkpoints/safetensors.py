@@ -123,7 +123,6 @@ class HubFiles:
         """Merge the two names of a tied matrix into one, whichever of them the files have.
 
         Args:
-            name: name in the model.
             again: second name, which some programs write in addition, or alone.
         """
         other = self.entries.get(again)
@@ -168,7 +167,6 @@ class HubFiles:
         """Copy a part of a tensor, by blocks of few elements, so that little further memory is needed.
 
         Args:
-            name: name of the tensor.
             at: the part; slices have a start and a stop.
             into: the tensor to fill, of the shape of the part.
             dtype: type to which elements are rounded before they are converted to the type of `into`.
@@ -253,7 +251,6 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Compare names, shapes and types of all tensors with what the model needs.
 
     Args:
-        files: the folder.
         shapes: shapes that the model needs, by the hub's names.
     """
     where, found = files.folder, files.entries
@@ -273,13 +270,7 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> None:
-    """Compare the names of all tensors with those that the model needs.
-
-    Args:
-        wanted: names that the model needs.
-        found: names in the files.
-        fix: the fix where tensors are missing, for the message.
-    """
+    """Compare the names of all tensors with those that the model needs."""
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
         raise CheckpointError(
@@ -300,11 +291,7 @@ def _counted(names: list[str]) -> str:
 
 
 def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """The entries of a safetensors file by name, and the texts of its metadata.
-
-    Args:
-        fix: the fix where the file is missing or damaged, for the message.
-    """
+    """The entries of a safetensors file by name, and the texts of its metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -357,7 +344,6 @@ def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> byte
 
     Args:
         tensors: the tensors, in the order of their bytes.
-        texts: texts of the metadata.
     """
     entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
@@ -383,7 +369,6 @@ def write_file(
     Args:
         tensors: names, types and shapes of the tensors.
         values: iterator over the tensors, in the same order; one is taken for each of `tensors`.
-        texts: texts of the metadata.
     """
     header = file_header(tensors, texts)
     with path.open("wb") as file:
@@ -401,11 +386,7 @@ def write_shards(
     *,
     shard_bytes: int = SHARD_BYTES,  # largest size of a file, unless one tensor is larger
 ) -> int:
-    """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them.
-
-    Returns:
-        Bytes of all tensors.
-    """
+    """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them."""
     shards: list[list[FileTensor]] = [[]]
     for one in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + one.num_bytes > shard_bytes:

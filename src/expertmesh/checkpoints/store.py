@@ -335,7 +335,6 @@ def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
 
     Args:
         folder: folder of the checkpoint.
-        files: known sizes and checksums, by file name.
     """
     found = {}
     for path in _files(folder):

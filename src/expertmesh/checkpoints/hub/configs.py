@@ -53,7 +53,6 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
     c K / L of each of the L layers with experts: transformers' loss is K at balance, and one of the mean over the layers.
 
     Args:
-        values: the values of config.json.
         start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
     """
     family = hub_family(values)
@@ -138,11 +137,7 @@ def _refuse(values: Values, family: HubFamily) -> None:
 
 
 def left_out(values: Values) -> tuple[str, ...]:
-    """Descriptions of the options in a config.json that our GPT ignores, all for training only.
-
-    Args:
-        values: the values of a config.json that `model_config` accepts.
-    """
+    """Descriptions of the options in a config.json that our GPT ignores, all for training only."""
     family = hub_family(values)
     found = [
         f"{name}={values[name]}: {what}"

@@ -147,7 +147,6 @@ def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
 
     Args:
         piece: the piece, whose boxes differ only in dimensions of size one.
-        within: the part, counted from the start of the piece.
     """
     ours = [range(at.start, at.stop) for at in piece.ours_at]
     lead, last = list(piece.hub_at), []

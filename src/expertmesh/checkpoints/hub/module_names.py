@@ -21,7 +21,6 @@ def under_hub_names(entries: Mapping[str, Entry], family: HubFamily) -> dict[str
     """The entries of files under the names of a family's files.
 
     Args:
-        entries: entries by their names in the files.
         family: the architecture; one whose files have one tensor for all experts keeps it.
     """
     found: dict[str, tuple[str, Entry]] = {}

@@ -23,11 +23,8 @@ def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[s
     """Options of our `moe` that all architectures have.
 
     Args:
-        v: the values of config.json.
         experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all
             families.
-        hidden: option with their hidden size.
-        normalizes: whether a token's weights sum to one.
     """
     return {
         "num_experts": (v[experts] if experts in v else v["num_local_experts"],),
@@ -51,10 +48,6 @@ def normalizes(moe: MoEConfig) -> bool:
 def loss_coefficient(moe: LayerChoices, num_layers: int) -> float:
     """transformers' `router_aux_loss_coef` from the weight of our balance loss; see `configs.model_config`.
 
-    Args:
-        moe: options of each layer with experts.
-        num_layers: number of layers with experts.
-
     Returns:
         0 for "none", and for "importance_load", which no weight makes transformers' loss.
     """
@@ -72,12 +65,7 @@ _NOT_OF_THE_HUB = (
 
 
 def training_only(moe: LayerChoices, *, has_balance_loss: bool) -> list[str]:
-    """Options in use that count in training only and that no config.json of the hub has, as `name=value`.
-
-    Args:
-        moe: options of each layer with experts.
-        has_balance_loss: whether the architecture reads `router_aux_loss_coef`.
-    """
+    """Options in use that count in training only and that no config.json of the hub has, as `name=value`."""
     fields = LayerChoices.model_fields
     found = [name for name in _NOT_OF_THE_HUB if getattr(moe, name) != fields[name].default]
     if moe.balance_loss not in ("switch", "none"):
@@ -223,12 +211,7 @@ def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
     """`sliding_window` and `full_attention_every` that make the given kinds of attention.
 
     Args:
-        v: the values of config.json.
-        kinds: kind of attention of each layer.
         window: tokens that layers of sliding attention attend to; None: all.
-
-    Raises:
-        ConfigError: full attention is not in every n-th layer.
     """
     layers = v["num_hidden_layers"]
     if window is None or list(kinds) == layer_types(layers, 1):

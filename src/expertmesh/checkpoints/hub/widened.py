@@ -18,11 +18,7 @@ def is_widened(values: Mapping[str, Any]) -> bool:
 
 
 def hub_files(folder: Path, values: Mapping[str, Any]) -> HubFiles:
-    """The tensors of a folder by name, FP8 and MXFP4 widened.
-
-    Args:
-        values: the values of its config.json.
-    """
+    """The tensors of a folder by name, FP8 and MXFP4 widened."""
     method = quant_method(values)
     renamed = partial(under_hub_names, family=hub_family(values))
     if method == "fp8":
