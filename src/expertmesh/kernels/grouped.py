@@ -58,9 +58,6 @@ def hidden_descriptor(
 
     Args:
         h_RH: (R, G * F).
-        num_branches: G.
-        block: rows and hidden units written at once.
-        interleaved: whether gate and up alternate.
     """
     rows, units = block
     if interleaved:

@@ -34,8 +34,6 @@ def interpret(
 
     Args:
         kernel: a `@triton.jit` function, made with or without TRITON_INTERPRET.
-        grid: up to three numbers of programs.
-        args: positional arguments.
         options: keyword arguments; unknown ones (num_warps, ...) are ignored.
     """
     named = {name: value for name, value in options.items() if name in kernel.arg_names}

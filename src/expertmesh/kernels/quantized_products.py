@@ -108,9 +108,6 @@ def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict
 
     Args:
         format: int8, int4 or fp8.
-        K: number of columns of a matrix.
-        num_groups: number of scales in a row of the matrix.
-        rows_per_expert: mean number of rows per expert.
     """
     rows = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
     columns = min(64, K // num_groups) if format == "int4" else 64

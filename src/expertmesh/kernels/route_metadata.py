@@ -258,7 +258,6 @@ def tile_table(offsets_E: Tensor, num_rows: int, block_m: int) -> tuple[Tensor, 
 
     Args:
         offsets_E: (E + 1,) int32, as in `ops.RouteMetadata`, E up to MAX_EXPERTS.
-        num_rows: R, static bound on the number of rows.
         block_m: rows per tile; an expert's last tile may have fewer.
 
     Returns:

@@ -121,10 +121,6 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
 
     Args:
         offsets_E: (E + 1,) int32, E up to `route_metadata.MAX_EXPERTS`.
-        piece_rows: maximum number of rows of a piece.
-        num_rows: R, bound on the number of rows.
-        M: number of rows of a weight.
-        N: number of columns of a weight.
     """
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)

@@ -101,10 +101,7 @@ def changes(
     Args:
         arch: a key of `tiles.SHARED_BYTES`, or "interpreter".
         table: one of `names(arch)`.
-        gemm: one of GEMMS.
         block_m: rows of the GEMM's tile in the default table.
-        block_n: columns of that tile.
-        num_branches: G.
     """
     if table == DEFAULT:
         return {}

@@ -345,11 +345,7 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
     """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results.
 
     Args:
-        gemm: one of `tile_tables.GEMMS`.
-        tile: the GEMM's tile.
         itemsize: bytes of an element.
-        num_branches: G.
-        tma: whether rows are read by descriptors.
     """
     branches = num_branches if gemm == "up" else 1
     step = (tile.block_m + branches * tile.block_n) * tile.block_k

@@ -55,7 +55,6 @@ def built(
 
     Args:
         shipped: folder of shipped objects, which are not read if CC names a compiler.
-        most_objects: objects that stay in the cache after a new one is compiled.
     """
     ready = shipped / shipped_name(instructions)
     if not os.environ.get("CC") and ready.is_file():

@@ -179,7 +179,6 @@ class Kernels:
 
     Args:
         path: the shared object, which is needed in this call only.
-        instructions: the instruction set it was compiled for.
     """
 
     def __init__(self, path: Path, instructions: InstructionSet) -> None:
@@ -208,30 +207,20 @@ class Kernels:
 
     def experts(
         self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        w_in: ExpertMatrices,
-        w_out: ExpertMatrices,
+        x_TD: Tensor,  # (T, D) float32 or bfloat16
+        ids_TK: Tensor,  # (T, K) int64 in [0, E]; E is no expert
+        weights_TK: Tensor,  # (T, K) float32
+        w_in: ExpertMatrices,  # (E, G, F, D)
+        w_out: ExpertMatrices,  # (E, 1, D, F)
         *,
-        inner: str,
-        num_experts: int,
+        inner: str,  # name of the point-wise function, see `INNER`
+        num_experts: int,  # E
         hidden_RH: Tensor | None = None,
     ) -> tuple[Tensor, int, int]:
         """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
 
         Args:
-            x_TD: (T, D) float32 or bfloat16.
-            ids_TK: (T, K) int64 in [0, E]; E is no expert.
-            weights_TK: (T, K) float32.
-            w_in: (E, G, F, D).
-            w_out: (E, 1, D, F).
-            inner: name of the point-wise function, see `INNER`.
-            num_experts: E.
             hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
-
-        Raises:
-            MemoryError: there is no memory for the panels.
         """
         y_TD = torch.empty_like(x_TD)
         hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
@@ -246,8 +235,6 @@ class Kernels:
         """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
 
         Args:
-            x_TK: rows.
-            w_ENK: E matrices, numbers of a row adjacent.
             b_EN: biases, or None.
             ids_T1: contiguous int64 matrix of each row; None: the first.
         """
