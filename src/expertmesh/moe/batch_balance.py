@@ -16,9 +16,6 @@ class BatchBalance:
     See `expertmesh.moe.losses.global_balance_loss` for the formula. Other layers are not affected. Call `add` after the
     backward pass of each micro-batch, because activation checkpointing computes its forward pass again.
 
-    Args:
-        model: the module that holds the MoE layers.
-
     Example:
         >>> import torch
         >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, balance_loss_scope="global")
@@ -51,9 +48,6 @@ class BatchBalance:
 
         Args:
             stats: the RoutingStats of every MoE layer, in the order of `model.modules()`.
-
-        Raises:
-            ConfigError: a layer has the global scope, and the number of stats is not the number of MoE layers.
         """
         if all(one.balance_sums_RE is None for one in stats):
             return

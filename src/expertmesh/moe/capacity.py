@@ -32,9 +32,7 @@ def choice_factor(options: LayerOptions, factor: float | None, *, training: bool
     """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases.
 
     Args:
-        options: the layer's options.
         factor: the capacity factor given for this call, or None.
-        training: whether the layer is in training mode.
     """
     if options.router != "expert_choice":
         return 1, 1  # only expert choice uses it
@@ -47,9 +45,7 @@ def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) 
     same. Expert-choice routing gets None: it applies its capacity while it chooses.
 
     Args:
-        options: the layer's options.
         factor: the capacity factor given for this call, or None.
-        training: whether the layer is in training mode.
     """
     in_force = smaller_factor(_given(options, factor, training), options.max_capacity_factor)
     if options.router == "expert_choice" or in_force is None:

@@ -130,7 +130,6 @@ def check_input(
     """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device.
 
     Args:
-        dim: D.
         weight: the weight of the experts, if they are grouped.
         device: where they are computed, if not where the weight is.
     """

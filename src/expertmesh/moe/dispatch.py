@@ -111,12 +111,7 @@ class TokenDispatcher(Protocol):
     """
 
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
-        """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too.
-
-        Args:
-            tokens: the tokens of this process, with global expert ids.
-            way: dispatch options of this call.
-        """
+        """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too."""
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum a tensor over all processes that work on the batch; differentiable once, for a sum of their losses."""

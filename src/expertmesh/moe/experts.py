@@ -214,10 +214,6 @@ class GroupedExperts(nn.Module):
             format: dense, int8, int4, nf4, fp8 or mxfp4.
             group_size: input columns per scale of int4 and nf4.
             dtype: dtype of dense matrices, or of the products; None: as it is.
-
-        Raises:
-            ConfigError: there is no such format, the experts are in slots or on several ranks, columns are no
-                whole groups, or a number is not finite.
         """
         known = [name for name, one in FORMATS.items() if one.name == name]
         if format not in known:

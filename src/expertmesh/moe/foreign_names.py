@@ -26,14 +26,7 @@ class ForeignName:
 def to_foreign(
     state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str
 ) -> None:
-    """Rename and split our entries of a state dict into the other system's, in place.
-
-    Args:
-        state: a state dict under our names.
-        names: one entry for each tensor of the other system.
-        prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors' names, after `prefix`.
-    """
+    """Rename and split our entries of a state dict into the other system's, in place."""
     ours = prefix + own_prefix
     found = {n.removeprefix(ours): state.pop(n) for n in list(state) if n.startswith(ours)}
     for name in names:
@@ -86,7 +79,6 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
     Args:
         module: the module; all of its tensors are in its submodules.
         state: the state dict, under our names; changed in place.
-        prefix: the prefix of the module's names in the state dict.
         others: the further arguments of the hook: local_metadata, strict, missing_keys, unexpected_keys, error_msgs.
     """
     _, strict, _, _, problems = others

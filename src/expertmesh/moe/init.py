@@ -23,9 +23,7 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
 
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
-        std: standard deviation.
         seed: the seed of the whole model.
-        name: full name of the parameter, unique in the model.
         per_expert: one generator per index of axis 0.
     """
     if param.is_meta:
@@ -83,7 +81,6 @@ def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
 
     Args:
         seed: the seed of the whole model.
-        name: the name of the module in the model.
     """
     for path, child in module.named_modules():
         reset = getattr(child, "reset_parameters", None)

@@ -39,9 +39,6 @@ def route(router: nn.Module, call: LayerCall) -> Routing:
     """Choose experts and routing weights for all tokens; masked tokens get ids E and weights 0.
 
     Arithmetic is FP32 (FP64 for FP64 input) with autocast off, except in a custom router.
-
-    Raises:
-        ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
     options = call.options
     given = None if options.router_kind == "hash" else _run_router(router, call)
