@@ -50,11 +50,7 @@ class AsyncTensor:
         self._sent: Tensor = _Start.apply(x, self._move)
 
     def finish(self) -> Tensor:
-        """Wait for the collective (on a GPU the host does not wait) and return its result. Call it once.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Wait for the collective (on a GPU the host does not wait) and return its result. Call it once."""
         out: Tensor = _Finish.apply(self._sent, self._move)
         return out
 

@@ -52,7 +52,6 @@ def start_reduce_scatter(
     Args:
         x: (n, ...), block i for the i-th rank of the group.
         group: the group of n ranks.
-        where: layer and purpose.
 
     Returns:
         (...) this rank's sum, and the handle to wait for before using it.

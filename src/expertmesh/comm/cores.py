@@ -78,7 +78,6 @@ def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
     """Number of threads that a process can run at once while all processes of its host do the same; at least 1.
 
     Args:
-        own: the process's resources.
         all_rooms: the resources of all processes that compute together, `own` among them.
     """
     here = [room for room in all_rooms if room.host == own.host]

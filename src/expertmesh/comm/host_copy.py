@@ -19,9 +19,6 @@ def beside(device: torch.device) -> Iterator[None]:
     """Launch work on a side stream, which does not wait for the current stream; no effect on a CPU.
 
     Tensors that the work reads must live until the host has waited for the result.
-
-    Args:
-        device: the device of the computation.
     """
     if device.type != "cuda":
         yield

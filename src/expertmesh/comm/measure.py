@@ -117,7 +117,6 @@ def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:
     measurement are `USUAL_NETWORK`'s.
 
     Args:
-        points: the results of `measure`.
         nodes: the node of each rank.
     """
     sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]

@@ -39,9 +39,7 @@ def dense_degrees(
 
     Args:
         num_ranks: number of ranks of the world.
-        dp_replicate: copies of the model.
         dp_shard: ranks that share one copy's parameters; None: num_ranks / (dp_replicate * tp).
-        tp: tensor parallel degree.
     """
     given = dp_replicate * tp * (dp_shard or 1)
     if given == num_ranks or (dp_shard is None and num_ranks % given == 0):

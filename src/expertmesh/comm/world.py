@@ -22,17 +22,12 @@ def device_type_of(backends: str, *, has_gpu: bool) -> str:
 
     Args:
         backends: the group's backends in torch's format: "cpu:gloo,cuda:nccl".
-        has_gpu: whether this process has a GPU.
     """
     return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
 
 
 def check_backend(device_type: str, backends: str) -> None:
-    """Raise ConfigError if a process group has no backend for a type of device.
-
-    Args:
-        device_type: the device type of the tensors.
-    """
+    """Raise ConfigError if a process group has no backend for a type of device."""
     known = _backend_of(backends)
     if device_type not in known:
         fix = "nccl" if device_type == "cuda" else "cpu:gloo,cuda:nccl"

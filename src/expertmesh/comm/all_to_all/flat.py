@@ -58,11 +58,7 @@ class AsyncCounts:
         return on_host(torch.stack((self._sent_PC.t(), self._received_PC.t())))
 
     def finish(self) -> list[Counts]:
-        """Return the counts of each column on the host; the first call waits for the ranks.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Return the counts of each column on the host; the first call waits for the ranks."""
         if self._counts is None:
             both_2CP = (self._numbers or self._begin_to_copy())()
             self._counts = [Counts(*column) for column in zip(*both_2CP, strict=True)]
