@@ -211,12 +211,7 @@ def model_device_type(model: nn.Module) -> str | None:
 
 
 def check_current(device: torch.device, current: int) -> None:
-    """Raise ConfigError for a model on another GPU than the current one.
-
-    Args:
-        device: device of the model.
-        current: index of the current GPU.
-    """
+    """Raise ConfigError for a model on another GPU than the current one."""
     if device.index not in (None, current):
         raise ConfigError(
             f"the model is on {device} and the current device is cuda:{current}; call torch.cuda.set_device({device.index}) "
@@ -312,7 +307,6 @@ def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
     """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are sharded.
 
     Args:
-        model: on the meta device, or with memory.
         num_parts: shards that each dense parameter will be cut into.
     """
     total = 0.0

@@ -19,7 +19,6 @@ def on_whole_matrices(
     Args:
         function: (..., A, B) -> (..., A, B), each matrix on its own.
         part: this rank's shard.
-        parameter: a plain tensor, or a DTensor with the layout of `part`.
 
     Returns:
         This rank's shard of the function's result.

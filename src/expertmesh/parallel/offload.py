@@ -23,11 +23,7 @@ def compute_device(device_type: str) -> torch.device:
 
 
 class HostMemory:
-    """Copies tensors between host memory and the device that computes.
-
-    Args:
-        device: the device that computes.
-    """
+    """Copies tensors between host memory and the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -91,11 +91,7 @@ class RedundantExperts:
         return list(self._placements)
 
     def rebalance(self, loads: Sequence[Sequence[int]]) -> None:
-        """Move experts to the placement for new loads; every rank must call, with the same loads.
-
-        Args:
-            loads: tokens per expert of each layer, counted since the last call.
-        """
+        """Move experts to the placement for new loads; every rank must call, with the same loads."""
         counts = self.counts
         counts.num_rebalances += 1
         for number, (layer, own) in enumerate(zip(self._layers, loads, strict=True)):

@@ -13,7 +13,6 @@ class LossScaler(torch.amp.GradScaler):
     Each rank checks its own shards. If one finds an overflow, all ranks skip the step and halve the scale.
 
     Args:
-        device_type: device type of the losses.
         enabled: whether losses are scaled; if not, the scale is 1.
         ranks: the ranks; None: this process alone.
     """

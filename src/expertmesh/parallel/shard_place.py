@@ -42,7 +42,6 @@ def laid_out_as(parameter: Tensor, part: Tensor, *, last: int) -> Tensor:
     """A rank's shard as a tensor with the DTensor layout of a parameter.
 
     Args:
-        parameter: a plain tensor or a DTensor.
         part: shard of the same sizes as the parameter's, except along the last axis.
         last: length of the whole last axis.
 
@@ -70,7 +69,6 @@ def maxima_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor]) ->
 
     Args:
         parameters: plain tensors, whose values are returned as they are, or DTensors.
-        values: one scalar per parameter.
     """
     found = list(values)
     for mesh in {p.device_mesh: None for p in parameters if isinstance(p, DTensor)}:

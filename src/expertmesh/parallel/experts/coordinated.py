@@ -113,7 +113,6 @@ class CoordinatedRoundTrip:
     """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`.
 
     Args:
-        dispatcher: dispatcher of the tokens.
         tokens: tokens of the group, the same on all of its ranks.
     """
 
@@ -152,11 +151,7 @@ class CoordinatedRoundTrip:
         """Do nothing: all communication has started."""
 
     def finish(self, experts: Experts) -> Tensor:
-        """Compute this rank's experts for the tokens of its column, and combine the results.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Compute this rank's experts for the tokens of its column, and combine the results."""
         way = self._way
         with phase("dispatch"):
             wait(self._pending)

@@ -93,11 +93,7 @@ class ShardedRoundTrip:
 
     @_never_compiled
     def finish(self, experts: Experts) -> Tensor:
-        """Run the experts on the tokens received, and combine the partial sums that are sent back.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Run the experts on the tokens received, and combine the partial sums that are sent back."""
         self.advance()
         dispatch_handles, gathered = self._dispatch_handles, self._gathered
         hot_TD = None if self._staying is None else self._staying.finish(experts)
@@ -324,7 +320,6 @@ class ExpertDispatcher:
 
         Args:
             x_TD: tokens of the call; only D and the dtype are used, because T may differ between ranks.
-            num_parts: number of parts of the call.
         """
         load = self.load.token_load(top_k)
         num_tokens = FIRST_TOKENS if load is None else load.num_tokens

@@ -93,7 +93,6 @@ def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange
 
     Args:
         way: options of a call, or the defaults of a dispatcher.
-        num_experts: E.
     """
     fix = "use 1 to send all tokens at once"
     Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)

@@ -156,11 +156,6 @@ class GradientBuffers:
 
     Memory is allocated from `open` to `close` only, while one layer's backward runs. The constructor allocates it for a
     moment, because a tensor cannot be created without memory; therefore buffers are created once per split.
-
-    Args:
-        source: owner of the shards.
-        layout: layout of the weights.
-        device: device that computes the experts.
     """
 
     def __init__(self, source: ShardSource, layout: Layout, device: torch.device) -> None:
@@ -220,8 +215,6 @@ def reduce_gradients(
     """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced concurrently.
 
     Args:
-        source: owner of the shards.
-        layout: layout of the gathered weights.
         whole: (n, e', ...) gradient of every parameter, by rank; None: no gradient.
 
     Returns:

@@ -57,7 +57,6 @@ class Hierarchical(Exchange):
     """All-to-all across nodes with one copy of a token per node, then inside nodes; sizes are ragged as in `Ragged`.
 
     Args:
-        route: route of the tokens.
         nodes: at least two nodes, one of which has several ranks.
     """
 

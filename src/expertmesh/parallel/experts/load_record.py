@@ -38,11 +38,7 @@ class _Waiting:
 
 
 class Repetitions:
-    """Options of forwards, so that activation checkpointing repeats a forward with equal options.
-
-    Args:
-        layer: name for errors.
-    """
+    """Options of forwards, so that activation checkpointing repeats a forward with equal options."""
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
@@ -82,7 +78,6 @@ class LoadRecord:
     """Choices per expert over all ranks, in the last call with gradients and in the last without.
 
     Args:
-        num_experts: E.
         num_ranks: ranks over which counts are summed.
     """
 

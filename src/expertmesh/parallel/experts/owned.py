@@ -48,7 +48,6 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
 
     Args:
         experts: this rank's modules, at the start of a forward.
-        layer: name for errors.
     """
     own = list(experts.parameters())
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):

@@ -51,7 +51,6 @@ class PackedGather:
     Args:
         shards: this rank's tensors by name.
         axes: axis of each tensor that is cut into f slices.
-        layout: layout of the split.
         where: name for errors and the byte counter.
     """
 

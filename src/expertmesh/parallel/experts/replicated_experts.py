@@ -188,19 +188,13 @@ class LocalTokens:
 
     Args:
         tokens: tokens of this rank, with global expert ids; choices of other experts are skipped.
-        weights: weights of the hot experts.
-        num_experts: E.
     """
 
     def __init__(self, tokens: Dispatched, weights: ReplicatedWeights, num_experts: int) -> None:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
 
     def finish(self, experts: Experts) -> Tensor:
-        """Run the hot experts; returns (T, D), one partial sum per token.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Run the hot experts; returns (T, D), one partial sum per token."""
         parameters, ids_TK = self._weights.parameters(), self._tokens.expert_ids_TK
         hot = self._weights.hot
         places = [hot.index(e) if e in hot else len(hot) for e in range(self._num_experts + 1)]

@@ -142,12 +142,7 @@ class ExpertShards(ABC):
 
     @abstractmethod
     def finish_gather(self, use: Any, *, num_calls: int = 1) -> ExpertParameters:
-        """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable.
-
-        Args:
-            use: handle from `start_gather`.
-            num_calls: number of calls of the experts with these weights.
-        """
+        """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable."""
 
     @abstractmethod
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:

@@ -77,9 +77,6 @@ def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> 
 
 def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
     """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do nothing.
-
-    Args:
-        path: path from `plans_path`.
     """
     can_write = True
 
