@@ -77,7 +77,6 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
     """Number of slots of each expert: the next slot goes to the expert with most load per copy.
 
     Args:
-        loads: load of each expert.
         num_slots: slots in all, from 1 to `most` per expert.
         most: largest number of copies of an expert; a second one on the same rank would be of no use.
     """
@@ -93,7 +92,6 @@ def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> li
 
     Args:
         weights: weight of each item; num_packs divides their number.
-        kinds: kind of each item.
 
     Returns:
         Indices of the items of each pack, in the order in which they were packed.

@@ -27,7 +27,6 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
     """Refuse a size that no model has; missing ones and nulls pass.
 
     Args:
-        values: the values of a config.json, or of its `text_config`.
         is_part: whether the model is a part, which may lack vocabulary and attention.
     """
     least = dict.fromkeys(_OF_PART, 0 if is_part else 1)

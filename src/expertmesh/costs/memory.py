@@ -101,8 +101,6 @@ def peak_memory(
     """Peak memory of the rank that has most.
 
     Args:
-        layout: layout of the run.
-        work: sequences, precision and software.
         stage: pipeline stage of the rank; "most": the one that has most.
     """
     if stage == "most":

@@ -212,13 +212,7 @@ class Workload:
 def workload_of(
     optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool
 ) -> Workload:
-    """Workload of a run with natural routing.
-
-    Args:
-        optim: optimizer of the run.
-        seq_len: tokens of a sequence.
-        precision: compute dtype.
-    """
+    """Workload of a run with natural routing."""
     states = next(name for name, dtype in OURS.items() if dtype == optim.state_dtype)
     return Workload(
         seq_len,

@@ -128,12 +128,7 @@ class ModelSizes:
         return num_elements(self.spec.layers[None])
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
-        """Activations of a rank, by the widths of its layers.
-
-        Args:
-            layout: layout of the run.
-            work: sequences, precision and software.
-        """
+        """Activations of a rank, by the widths of its layers."""
         T, line = layout.tokens_per_pass(work.seq_len), self.dim * work.element_bytes
         each = [block.kept_bytes(self.dim, layout, work) * T for block in self.blocks]
         rows = [layout.fullest(block.rows_per_token, work) * T for block in self.blocks]
@@ -211,7 +206,6 @@ def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> Mod
     """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and experts.
 
     Args:
-        dim: D.
         num_rows: rows of embedding and output; 0: a part of a model, which has no last norm.
         layers: sizes of each layer, in their order.
     """
@@ -249,7 +243,6 @@ def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
     dense layers, and shared experts. All layers of one kind count as equal.
 
     Args:
-        values: the values of config.json.
         is_part: whether the model is a part, which may have 0 heads and a vocabulary of 0.
     """
     found = values.get("text_config") or values

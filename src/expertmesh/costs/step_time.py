@@ -130,13 +130,7 @@ class StepSeconds:
 
 
 def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> RawStep:
-    """Seconds of a step's parts at the hardware's peaks.
-
-    Args:
-        layout: layout of the run.
-        work: sequences, precision and software.
-        cluster: the hardware.
-    """
+    """Seconds of a step's parts at the hardware's peaks."""
     device, stages = cluster.device, layout.pp_degree
     peak, hbm = device.reached_per_s(work.precision), HBM * device.hbm_bytes_per_s
     wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
@@ -388,7 +382,6 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
 
     Args:
         raw: seconds at the hardware's peaks.
-        e: efficiency of the software.
     """
     old = e.old if raw.stack == "2021" else 1.0
     m = raw.accumulation

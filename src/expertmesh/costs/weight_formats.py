@@ -110,11 +110,7 @@ _OF_FILES: Mapping[str, FormatName] = {
 
 
 def weights_of_files(given: Any) -> Weights | None:
-    """Formats that the `quantization_config` of a config.json says; None: it says nothing that is known.
-
-    Args:
-        given: its value.
-    """
+    """Formats that the `quantization_config` of a config.json says; None: it says nothing that is known."""
     if not isinstance(given, Mapping):
         return None
     text = str(given).lower()
