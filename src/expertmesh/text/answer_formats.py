@@ -148,7 +148,6 @@ def format_of(kind: str, template: str, name: str | None = None) -> AnswerFormat
 
     Args:
         kind: "thoughts" or "calls".
-        template: source of the chat template.
         name: name of the format; None: the one that is found in the template.
 
     Returns:

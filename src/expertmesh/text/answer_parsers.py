@@ -43,7 +43,6 @@ class ThoughtSyntax(Protocol):
         """Whether an answer begins within a thought.
 
         Args:
-            prompt: end of the prompt.
             said: text of the message that the answer continues; "": none.
         """
         ...
@@ -248,12 +247,7 @@ class _HarmonyParser:
 
 
 class MarkedParser:
-    """Parser of an answer that may have thoughts and calls.
-
-    Args:
-        thoughts: tells thoughts from the rest.
-        calls: tells calls from content.
-    """
+    """Parser of an answer that may have thoughts and calls."""
 
     def __init__(self, thoughts: AnswerParser, calls: AnswerParser) -> None:
         self._thoughts, self._calls = thoughts, calls

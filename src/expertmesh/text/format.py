@@ -92,7 +92,6 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
     """The text format of a model.
 
     Args:
-        tokenizer: the model's tokenizer.
         path: the tokenizer's file, which may have a chat template beside it; None: not known.
         model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids`
             are put before a prompt (None: the tokens that the tokenizer adds there, else its end of text).
@@ -110,9 +109,6 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
 
 def hub_start(folder: Path) -> tuple[int, ...]:
     """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this file.
-
-    Args:
-        folder: folder of the hub model.
     """
     path = folder / "tokenizer.json"
     return own_start(load_tokenizer(path)) if path.is_file() else ()
@@ -120,10 +116,6 @@ def hub_start(folder: Path) -> tuple[int, ...]:
 
 def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
     """Model options that the files beside a run's tokenizer determine.
-
-    Args:
-        path: the tokenizer's file.
-        tokenizer: the tokenizer read from it.
 
     Returns:
         "end_ids" if there is a chat template; "start_ids" if the model came from the hub.
@@ -188,10 +180,6 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
 
 def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
     """Files to copy into a run that learns conversations, by their names in the run, so that it is known to converse.
-
-    Args:
-        form: form of the conversations.
-        tokenizer_path: see `extras_of`, whose files they are.
     """
     found = extras_of(tokenizer_path)
     if isinstance(form, OwnFormat) and not form.is_known:

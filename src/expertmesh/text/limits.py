@@ -25,7 +25,6 @@ class TextLimitError(ConfigError):
 
     Args:
         text: the whole line.
-        code: machine-readable kind, for clients of the server.
     """
 
     def __init__(self, text: str, *, code: str) -> None:

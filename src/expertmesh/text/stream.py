@@ -32,7 +32,6 @@ class TextStream:
     Args:
         tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A>
             (SentencePiece).
-        kept: special tokens that are written by their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, kept: Collection[int] = ()) -> None:

@@ -51,11 +51,7 @@ def with_fitting(message: Mapping[str, Any], field: str, size: int | None) -> di
 
 
 def forms_of(render: _Render) -> list[CallForm]:
-    """Forms in which a template writes calls whole, best first: objects before text.
-
-    Args:
-        render: text of the template for messages.
-    """
+    """Forms in which a template writes calls whole, best first: objects before text."""
     plain = _written(render, [_ASKED]) or ""
     return [
         form

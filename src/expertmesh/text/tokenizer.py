@@ -182,7 +182,6 @@ def with_start(path: Path, start_ids: Sequence[int]) -> str | None:
     """Contents of a tokenizer.json whose tokenizer itself puts these tokens before a text, and nothing behind it.
 
     Args:
-        path: the tokenizer.json.
         start_ids: tokens to put before every text, and of a pair before each.
 
     Returns:
@@ -255,12 +254,7 @@ def _falls_back(model: models.Model) -> bool:
 
 
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer that was made elsewhere, for option data.encode_with.
-
-    Args:
-        path: a tokenizer.json.
-        vocab_size: V of the model.
-    """
+    """Read a tokenizer that was made elsewhere, for option data.encode_with."""
     try:
         tokenizer = load_tokenizer(path)
     except CheckpointError as error:

@@ -104,7 +104,6 @@ def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[st
     """Tokens by name, and those without one, in the order in which they are added.
 
     Args:
-        config: values of tokenizer_config.json.
         older: values of special_tokens_map.json, which replace them, except texts under names of the model's own.
     """
     given = dict(config)
@@ -157,11 +156,7 @@ def _text(path: Path) -> str:
 
 
 def json_object(path: Path, error: type[Exception] = CheckpointError) -> dict[str, Any]:
-    """Values of a JSON file of the hub; none if there is no such file.
-
-    Args:
-        error: class of the error of a damaged file.
-    """
+    """Values of a JSON file of the hub; none if there is no such file."""
     if not path.is_file():
         return {}
     try:

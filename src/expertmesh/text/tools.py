@@ -20,7 +20,6 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
 
     Args:
         given: tools, each {"type": "function", "function": {"name", "description", "parameters"}}.
-        place: name of the field in errors.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of tools, such as [{_WANTED}]; give one")
@@ -88,7 +87,6 @@ def read_calls(given: Any, place: str) -> list[dict[str, Any]]:
     Args:
         given: calls, each {"id", "type": "function", "function": {"name", "arguments"}}; arguments are the JSON text of
             an object, or the object.
-        place: where they are, for errors.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of calls; correct it")
