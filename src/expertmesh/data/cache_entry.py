@@ -119,12 +119,7 @@ def _make_cache(path: Path) -> None:
 
 
 def _remove_leftovers(base: Path, *, mine: str) -> None:
-    """Delete partial entries of killed processes; a living process holds the lock of its entry.
-
-    Args:
-        base: folder of the entries.
-        mine: name of the entry whose lock this process holds.
-    """
+    """Delete partial entries of killed processes; a living process holds the lock of its entry."""
     for path in base.iterdir():
         found = _PARTIAL.fullmatch(path.name)
         if found is None:

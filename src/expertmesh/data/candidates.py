@@ -70,7 +70,6 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateD
     """Description of the text, and its documents, before any is read.
 
     Args:
-        config: options of the text.
         told: receives the files that are left out.
     """
     if config.dataset is not None:

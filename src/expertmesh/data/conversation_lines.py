@@ -84,11 +84,7 @@ def checked(given: bytes | Mapping[str, Any]) -> Conversation:
 
 
 def check_whole(values: Mapping[str, Any]) -> None:
-    """Check the flags of a whole line.
-
-    Args:
-        values: fields of the line.
-    """
+    """Check the flags of a whole line."""
     if not all(_flags(values, "the line").values()):
         raise ValueError("says of the whole line that it is not learned")
 

@@ -121,9 +121,6 @@ class ConversationData:
     """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them.
 
     Args:
-        corpus: a corpus whose documents are conversations.
-        config: options of the data.
-        vocab_size: V of the model.
         seed: seed of the order.
     """
 

@@ -73,12 +73,6 @@ def load_corpus(config: TextConfig) -> Corpus:
 
     Documents are ordered by a hash of their names. With `max_bytes`, the first documents are used until their texts have
     that many bytes. Documents of identical text go to the same side: the side of the smallest of their names.
-
-    Args:
-        config: options of the text.
-
-    Returns:
-        The corpus.
     """
     told = Told()
     left_out = told.left_out
@@ -236,7 +230,6 @@ def split_documents(
     counts. If chance leaves a side empty, the text whose name is nearest to the border changes sides.
 
     Args:
-        documents: documents with unique names.
         validation_fraction: expected share of the texts for validation, in (0, 1).
 
     Returns:

@@ -78,7 +78,6 @@ def remedy(error: NotTextError, option: str = "data.encoding") -> str:
     """The fix for a file that is no text, as the end of a message.
 
     Args:
-        error: the error of reading it.
         option: option that names an encoding; "": there is none.
     """
     if error.reason == BINARY:

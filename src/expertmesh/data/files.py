@@ -43,12 +43,7 @@ class _ByteBlocks(io.RawIOBase):
 
 
 def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
-    """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own.
-
-    Args:
-        file: the packed file.
-        what: name of the file for messages.
-    """
+    """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own."""
     if importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
             f"{what}: needs the package 'zstandard'; install it with: pip install zstandard"

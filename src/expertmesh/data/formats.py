@@ -39,11 +39,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def rows_of(path: Path, reading: Reading) -> list[Row] | None:
-    """The documents in a file, each read when it is called; None: the file is one text.
-
-    Args:
-        reading: options for reading it.
-    """
+    """The documents in a file, each read when it is called; None: the file is one text."""
     ending = ending_of(path.name)
     if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):
         return None  # one text, or any other file of bytes

@@ -9,12 +9,7 @@ ENDS_OF_SENTENCES = (".", "!", "?", "。", "！", "？")
 
 
 class Draws:
-    """Uniform random numbers that depend on seed and place only, in every version of NumPy.
-
-    Args:
-        seed: seed of the run.
-        place: key of the stream: a task, a number, ...
-    """
+    """Uniform random numbers that depend on seed and place only, in every version of NumPy."""
 
     def __init__(self, seed: int, *place: object) -> None:
         digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=16).digest()

@@ -21,9 +21,6 @@ class PairData(ConversationData):
     """Pairs of answers of a corpus; fills the cache unless it has them.
 
     Args:
-        corpus: a corpus whose documents are pairs.
-        config: options of the data.
-        vocab_size: V of the model.
         seed: seed of the order.
     """
 

@@ -61,12 +61,7 @@ class PlainForm:
 
 
 def check_plain(read: object, where: str) -> None:
-    """Check that a document is a record of texts: `prompt` and `completion`, or a pair of answers.
-
-    Args:
-        read: reader of the document.
-        where: its name, for messages.
-    """
+    """Check that a document is a record of texts: `prompt` and `completion`, or a pair of answers."""
     why = "has no 'prompt' and 'completion'"
     needed = read.shape.needed if isinstance(read, Row) and read.shape is not None else ()
     if isinstance(read, Row) and needed in _NEEDED:

@@ -51,9 +51,7 @@ class PromptData:
 
     Args:
         config: options of the data; `encode_with` names the tokenizer, `column` the field of the prompt.
-        vocab_size: V of the model.
         seed: seed of the order.
-        room: maximum tokens of a prompt.
     """
 
     def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, room: int) -> None:

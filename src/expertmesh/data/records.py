@@ -29,12 +29,7 @@ _MOST_FIELDS = 12
 
 
 class NoRecordsError(ValueError):
-    """A file has no known records; the message says what it has, and what is read.
-
-    Args:
-        seen: description of its content.
-        rule: the rest of the message.
-    """
+    """A file has no known records; the message says what it has, and what is read."""
 
     def __init__(self, seen: str, rule: str) -> None:
         super().__init__(seen + rule)
@@ -65,7 +60,6 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
     """The shape of a record; None: it has no known shape.
 
     Args:
-        values: the record, or any other value of JSON.
         column: the field with the text, or the messages; None: any shape is allowed, first one with a `text`.
     """
     if not isinstance(values, Mapping):

@@ -63,12 +63,7 @@ def prepare_tokens(
     """Find the corpus, train the tokenizer and encode the documents, unless the cache has them.
 
     Args:
-        config: options of the data.
-        vocab_size: V of the model.
         corpus: the result of `load_corpus`; None: it is called here.
-
-    Returns:
-        The tokens.
     """
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"

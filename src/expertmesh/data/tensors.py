@@ -16,11 +16,7 @@ class IndexedData:
     """Base class of data with indexed samples; a subclass makes batches in `_take`.
 
     Args:
-        training: training samples.
-        validation: validation samples.
-        sizes: numbers of both.
         seed: seed of the order.
-        source: description of the samples.
 
     Attributes:
         num_validation: number of validation samples.

@@ -30,8 +30,6 @@ def text_data(
     """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers.
 
     Args:
-        config: options of the data.
-        vocab_size: V of the model.
         seed: seed of the order.
         objective: what is learned from them (`objective.name`).
     """
@@ -78,8 +76,6 @@ class TextData:
     """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens.
 
     Args:
-        config: options of the data.
-        vocab_size: V of the model.
         seed: seed of the order of the windows.
         corpus: the result of `load_corpus`; None: it is called here.
 
