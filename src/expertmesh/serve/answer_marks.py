@@ -16,7 +16,6 @@ class AnswerMarks:
     """Marks of a model's answers.
 
     Args:
-        text: text format of the model.
         config: options of the server, which may name formats.
     """
 
@@ -31,7 +30,6 @@ class AnswerMarks:
         """Whether an answer begins within a thought; None: it has no thoughts.
 
         Args:
-            prompt: tokens of the prompt.
             said: text of the message that the answer continues; "": none.
         """
         if self._thoughts is None or self._thoughts.thoughts is None:
@@ -46,8 +44,6 @@ class AnswerMarks:
         """Maker of the parsers of answers. Guided calls have a syntax that has a markup: the model's own, or JSON.
 
         Args:
-            use: tools of the request.
-            splits: whether thoughts are told from content.
             is_open: whether an answer begins within a thought; None: it has no thoughts.
             guides: kinds of answers that a grammar allows, "calls" and "json"; empty: there is no grammar.
         """

@@ -73,12 +73,7 @@ class Blocks:
 
 @dataclass
 class BlockWriter:
-    """Base of the writers of one answer in blocks, whose streams have events with names.
-
-    Args:
-        job: the parsed request, which asks for one answer.
-        model: name of the model.
-    """
+    """Base of the writers of one answer in blocks, whose streams have events with names."""
 
     job: Job
     model: str

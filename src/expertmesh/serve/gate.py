@@ -37,8 +37,6 @@ class Gate:
     """ASGI middleware that checks requests and reads whole bodies within bounds, so that the app sees disconnects.
 
     Args:
-        app: the wrapped app.
-        config: options of the server.
         keys: accepted API keys; empty: no key is needed.
 
     Attributes:

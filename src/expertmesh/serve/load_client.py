@@ -64,7 +64,6 @@ async def ask(
     Args:
         address: http://HOST:PORT.
         body: body of /v1/completions.
-        key: API key of the server.
         leave_after: number of chunks after which to disconnect; None: read to the end.
     """
     place = urlsplit(address)

@@ -21,12 +21,7 @@ _PAGING = {
 
 
 class Metrics:
-    """Metrics of a server, read by Prometheus as `text`.
-
-    Args:
-        engine: engine whose statistics are collected on each read.
-        model_name: label of all metrics.
-    """
+    """Metrics of a server, read by Prometheus as `text`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._name = engine, model_name

@@ -17,13 +17,7 @@ _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 
 @dataclass
 class ResponsesWriter(BlockWriter):
-    """Formats the answer to one request.
-
-    Args:
-        job: the parsed request, which asks for one answer.
-        model: name of the model.
-        request: the request, of which the answer tells some fields.
-    """
+    """Formats the answer to one request."""
 
     request: ResponsesRequest
     _items: list[dict[str, Any]] = field(default_factory=list)

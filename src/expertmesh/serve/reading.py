@@ -75,13 +75,7 @@ class Job:
 
 
 class RequestReader:
-    """Parses requests; its methods are thread-safe.
-
-    Args:
-        engine: engine that will answer.
-        config: options of the server.
-        model_name: name of the model for clients.
-    """
+    """Parses requests; its methods are thread-safe."""
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
         assert engine.text is not None

@@ -44,12 +44,7 @@ class _Seen:
 
 
 class RequestMetrics:
-    """Histograms over answers, as in vLLM: a request with n = 2 counts as two.
-
-    Args:
-        registry: Prometheus registry.
-        model_name: label of all metrics.
-    """
+    """Histograms over answers, as in vLLM: a request with n = 2 counts as two."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._name = model_name

@@ -314,8 +314,6 @@ def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidato
     """Refuses objects of other types by the type's name.
 
     Args:
-        kinds: types that there are.
-        what: what is served, in words.
         default: type of objects without one.
     """
     known = tuple(kinds)

@@ -57,8 +57,6 @@ def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> 
     """Serve requests until a signal.
 
     Args:
-        app: the application.
-        place: bound socket.
         told: called with the address once the server accepts requests.
 
     Returns:

@@ -42,23 +42,14 @@ class _Given:
 
 @dataclass
 class Updates:
-    """Updates of the answers to one request.
-
-    Args:
-        job: the parsed request.
-    """
+    """Updates of the answers to one request."""
 
     job: Job
     _seen: dict[int, _Given] = field(default_factory=dict)
     _last: dict[int, RequestOutput] = field(default_factory=dict)
 
     def of(self, index: int, output: RequestOutput) -> Update:
-        """Part of an answer that an output adds.
-
-        Args:
-            index: index of the answer in the request.
-            output: the answer so far, longer than in earlier calls.
-        """
+        """Part of an answer that an output adds."""
         self._last[index] = output
         seen = self._seen.setdefault(index, _Given(self.job.make_parser()))
         new_ids = self._new_ids(output)

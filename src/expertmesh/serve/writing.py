@@ -36,7 +36,6 @@ class TokenTexts:
     """Texts and bytes of single tokens.
 
     Args:
-        tokenizer: tokenizer of the model.
         as_ids: whether texts are written as `token_id:7`.
     """
 
@@ -66,18 +65,7 @@ class _Sent:
 
 @dataclass
 class Writer:
-    """Formats the answers to one request.
-
-    Args:
-        job: the parsed request.
-        model: name of the model.
-        texts: texts of tokens.
-        wants_logprobs: whether logprobs are returned.
-        wants_ids: whether token ids are returned.
-        is_chat: whether it is a chat completion.
-        has_usage: whether a stream ends with its usage.
-        has_all_usage: whether each of its events has the usage so far, too.
-    """
+    """Formats the answers to one request."""
 
     job: Job
     model: str

@@ -40,7 +40,6 @@ def best_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | No
 
     Args:
         errors: errors as pydantic lists them, at least one; each place begins with "body".
-        body: the body that was parsed.
 
     Returns:
         The field, None for the whole body; and the message, which begins with the place.
