@@ -32,7 +32,6 @@ def path_text(name: str, value: object, what: str) -> str:
     """Text of a name or path.
 
     Args:
-        name: name of the argument.
         what: what it may be, for the message.
     """
     if not isinstance(value, str | os.PathLike):

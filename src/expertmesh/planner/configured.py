@@ -12,7 +12,6 @@ def configured_layout(config: GPTRunConfig, num_ranks: int) -> RankLayout | None
     """Layout of a run on `num_ranks`; None: its degrees or its batch do not fit them.
 
     Args:
-        config: configuration of the run.
         num_ranks: number of ranks of the world.
     """
     found = layout_of(
@@ -32,7 +31,6 @@ def as_configured(config: GPTRunConfig, problem: Problem) -> Candidate | None:
     """The configured layout of a run with its costs; None: it cannot run on the cluster's devices.
 
     Args:
-        config: configuration of the run.
         problem: problem with the cluster; the run's batch and sequence length replace its own.
     """
     layout = configured_layout(config, problem.cluster.num_gpus)

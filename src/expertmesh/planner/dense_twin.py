@@ -11,9 +11,6 @@ def dense_twin(sizes: ModelSizes) -> ModelSizes | None:
 
     The geometric mean is what people go by (Mistral's authors, 2024); DeepSeek-V3 of 671 and 37 billion is then beside 158.
 
-    Args:
-        sizes: sizes of the mixture.
-
     Example:
         >>> from expertmesh.planner.published import published_models
         >>> twin = dense_twin(published_models()["qwen3-30b"])

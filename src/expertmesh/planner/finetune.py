@@ -31,7 +31,6 @@ def finetuned(
     Args:
         model: the model; one that our GPT can run.
         kind: "full", or "lora": low-rank adapters while the weights rest.
-        given: options of adapters by their names in `OF_ADAPTERS`.
         seq_len: tokens of a sequence; None: what the model takes, at most 2,048, as in training.
     """
     if not isinstance(model.sizes, GPTSizes) or model.has_lengths:

@@ -43,7 +43,6 @@ def fit_rows(
     A pattern search over single constants and pairs: deterministic, about a second for 30 rows.
 
     Args:
-        usual: constants from which the fit starts, and to which it is drawn.
         bounds: bounds of the constants to fit; others stay as they are.
     """
     best, cost, step = usual, _cost(rows, usual, usual, bounds), _FIRST_STEP

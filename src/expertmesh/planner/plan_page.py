@@ -17,11 +17,7 @@ BARS = 4
 
 
 def write_page(plan: SearchResult, path: str | Path) -> Path:
-    """Write a page about a plan.
-
-    Returns:
-        Path of the written file.
-    """
+    """Write a page about a plan."""
     target = output_file("page", path)
     write_whole(target, _filled(plan))
     return target

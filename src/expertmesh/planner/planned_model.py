@@ -87,12 +87,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
 
 
 def changed_recipe(name: str, changes: Mapping[str, Any]) -> GPTRunConfig:
-    """A recipe with other values.
-
-    Args:
-        name: name of a recipe of a decoder.
-        changes: values by dotted name.
-    """
+    """A recipe with other values."""
     config = recipe(name, changes)
     if not isinstance(config, GPTRunConfig):
         raise ConfigError(
@@ -121,12 +116,7 @@ def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:
 
 
 def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
-    """The model of a configuration, with what of it rests.
-
-    Args:
-        name: name for display.
-        words: words after `expertmesh train` that give it.
-    """
+    """The model of a configuration, with what of it rests."""
     seq_len = config.data.seq_len
     batch = config.train.batch_size * seq_len
     return PlannedModel(

@@ -103,8 +103,6 @@ def point_of(
     """A measurement from a row of TOML.
 
     Args:
-        name: name of the row.
-        values: its fields.
         sizes: sizes of its model; None: the row names a model of published.toml.
     """
     v = {**_table()["settings"][values["settings"]], **values}

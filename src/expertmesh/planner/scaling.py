@@ -54,11 +54,7 @@ def _resized(cluster: Cluster, number: int) -> Cluster:
 
 
 def crossovers(found: list[Scaled]) -> list[Crossover]:
-    """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time.
-
-    Args:
-        found: the result of `scaling`.
-    """
+    """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time."""
     tests: dict[str, Callable[[Candidate], bool]] = {
         "tokens leave the node": _leaves,
         "hierarchical exchange is faster than flat": lambda c: (

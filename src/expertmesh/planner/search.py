@@ -198,9 +198,6 @@ def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
     """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all stays open.
 
     Where that fills more than `SAFE` of the memory, the largest that does not is a candidate, too.
-
-    Args:
-        smallest: use the smallest micro-batch instead.
     """
     for layout in layouts(problem):
         sized = list(with_batch(problem, layout))

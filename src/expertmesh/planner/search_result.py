@@ -76,7 +76,6 @@ def flags_of(candidate: Candidate, config: RunConfig | None = None) -> list[str]
     """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run.
 
     Args:
-        candidate: candidate with the layout.
         config: configuration of the recipe that the options change; None: unknown.
     """
     layout, problem = candidate.layout, candidate.problem

@@ -33,11 +33,7 @@ MOST_MS = 10**7
 
 
 def servings(model: PlannedModel, cluster: Cluster, usual: Serving) -> Iterator[Serving]:
-    """All layouts for generation that the engine accepts, whether they fit or not.
-
-    Args:
-        usual: a layout whose sequences, formats and slots all have.
-    """
+    """All layouts for generation that the engine accepts, whether they fit or not."""
     sizes, redundant = model.sizes, usual.redundant
     has_experts = any(block.num_experts for block in sizes.blocks)
     for tp in TENSOR_DEGREES:

@@ -130,13 +130,7 @@ def _frame(
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, label: str) -> str:
-    """A stacked bar for each row, and a legend.
-
-    Args:
-        rows: name of each row, and its parts with their values.
-        unit: unit of the values.
-        label: description of the picture for screen readers.
-    """
+    """A stacked bar for each row, and a legend."""
     names = list(dict.fromkeys(name for _, parts in rows for name, value in parts if value > 0))
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
     opacity = {

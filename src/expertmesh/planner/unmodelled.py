@@ -44,12 +44,7 @@ _HEADS = ("ForMaskedLM", "ForImageClassification", "ForSpeechSeq2Seq")
 
 
 def refuse_unmodelled(name: str, values: _Values) -> None:
-    """Refuse a model with a part that no plan counts.
-
-    Args:
-        name: name of the model, for the message.
-        values: the values of its config.json.
-    """
+    """Refuse a model with a part that no plan counts."""
     inner = values.get("text_config")
     for found in (values, inner if isinstance(inner, Mapping) else {}):
         part = _part(found)
