@@ -19,11 +19,7 @@ _WORDS = ("*.json", "*.safetensors")
 
 
 def base_record(base: Any) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to.
-
-    Args:
-        base: the `Run`, with its weights.
-    """
+    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to."""
     weights = base.checkpoint
     found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
     return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
@@ -49,7 +45,6 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
 
     Args:
         saved: record in the checkpoint.
-        own: record of the run that continues.
         where: the checkpoint, for errors.
     """
     before = _record(saved, where=where)

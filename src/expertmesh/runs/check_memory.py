@@ -24,7 +24,6 @@ def check_weights(
 
     Args:
         family: family of the model, which knows its costs; without known costs a model passes.
-        device: device of the computation.
         num_ranks: ranks that may share the weights.
     """
     alone = config.model_copy(update={"parallel": ParallelConfig()})

@@ -228,7 +228,6 @@ def device_of(run: Run, device: str | torch.device | None) -> torch.device:
     """Device for using a model.
 
     Args:
-        run: the model's folder.
         device: auto, cpu, cuda or cuda:N; None: the device of the training.
     """
     name = run.config.train.device if device is None else str(device)

@@ -86,7 +86,6 @@ def resolve_precision(
     """The precision of a training run; "auto" becomes the recorded choice, or else the rule of `runs.arithmetic`.
 
     Args:
-        config: the config of the run.
         products: products that dominate a step of its model; empty: usual ones.
         record: the run's file of its arithmetic; used if it exists and is of the same kind of device.
     """
@@ -156,11 +155,7 @@ def plain_precision(dtype: torch.dtype, device: torch.device, reason: str = "") 
 
 
 def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
-    """The device of a name: auto, cpu, cuda or cuda:N.
-
-    Args:
-        option: option of the name, for messages.
-    """
+    """The device of a name: auto, cpu, cuda or cuda:N."""
     if not is_device(name):
         raise ConfigError(option, name, DEVICE_RULE, "for example cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

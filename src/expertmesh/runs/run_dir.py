@@ -185,11 +185,7 @@ class RunDir:
         self._is_described = True
 
     def read_values(self, *, is_quantized: bool = False) -> tuple[dict[str, Any], str]:
-        """(resolved configuration as plain values, name of the recipe).
-
-        Args:
-            is_quantized: whether the folder is one with quantised weights.
-        """
+        """(resolved configuration as plain values, name of the recipe)."""
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
             raise ConfigError(
