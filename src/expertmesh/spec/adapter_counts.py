@@ -13,9 +13,6 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements, param
 
 def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
     """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors once.
-
-    Args:
-        config: options of the adapters.
     """
     for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
         *rows, columns = one.shape

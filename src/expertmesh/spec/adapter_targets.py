@@ -54,10 +54,8 @@ def targeted(
     """Names of the parameters that some targets stand for.
 
     Args:
-        parts: names of the modules that each parameter is, by its name.
         targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the
             model lacks are passed over.
-        option: name of the option, for errors.
     """
     found: dict[str, None] = {}
     used: set[str] = set()
@@ -104,11 +102,7 @@ def check_rank(
     """Refuse adapters of a higher rank than the matrices have.
 
     Args:
-        rank: r.
         shape: (*rows, columns) of the matrix, or (E, *rows, columns) of a stack.
-        of: name of the parameter.
-        is_stack: whether the first axis counts matrices.
-        option: name of the option, for errors.
     """
     *rows, columns = shape[is_stack:]
     largest = min(math.prod(rows), columns)

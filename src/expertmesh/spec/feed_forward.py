@@ -45,7 +45,6 @@ def feed_forward(config: HasFeedForwards, num_experts: int) -> Iterator[Paramete
     """Every parameter of one feed-forward layer, `ffn` or `moe`, in the order of the model.
 
     Args:
-        config: the model.
         num_experts: experts of the layer; 0: it is dense.
     """
     if not num_experts:
@@ -55,12 +54,7 @@ def feed_forward(config: HasFeedForwards, num_experts: int) -> Iterator[Paramete
 
 
 def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
-    """Every parameter of a `MoELayer`.
-
-    Args:
-        config: the model.
-        num_experts: experts of the layer.
-    """
+    """Every parameter of a `MoELayer`."""
     D, options, E = config.dim, config.moe, num_experts
     if options.router == "cosine":
         C = options.cosine_dim

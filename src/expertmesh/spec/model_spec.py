@@ -104,7 +104,6 @@ class Parameter:
         Args:
             prefix: of its name, such as `layers.3.`.
             hub_prefix: of its names in checkpoints of the hub.
-            layer: index of its layer.
         """
         hub = tuple(hub_prefix + name for name in self.hub)
         return replace(self, name=prefix + self.name, hub=hub, layer=layer)

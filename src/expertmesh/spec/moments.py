@@ -62,7 +62,6 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
     Args:
         shape: shape of the whole tensor.
         part: shape of one rank's part of it.
-        state_dtype: the requested dtype.
     """
     if block := FORMATS[state_dtype].torchao_block:
         return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % block == 0
@@ -80,7 +79,6 @@ def moment_bytes(
     Args:
         shape: shape of the whole tensor.
         part: shape of the rank's part of it.
-        state_dtype: the requested dtype.
         master: bytes of an element of the parameter.
 
     Example:
