@@ -65,9 +65,6 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
 def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
     """Sample text from the run's newest model, generated without a prompt.
 
-    Args:
-        opened: a run's model, of a family that generates text.
-
     Returns:
         For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] for an encoder-decoder.
     """

@@ -27,10 +27,7 @@ def training_samples(
     No random number is drawn.
 
     Args:
-        task: task of the run, of a family that generates text.
         model: the model; its mode is restored.
-        data: data of the run.
-        precision: device and dtype.
 
     Returns:
         For each sample its "prompt" and "text"; [] for an encoder-decoder.
