@@ -245,7 +245,6 @@ class Attention(nn.Module):
         Args:
             x_BSD: (B, S, D), or (1, T, D) flat tokens.
             cos: (S, head_dim / 2) or (B, S, head_dim / 2) rotary cosines of the positions, see `rope_tables`.
-            sin: rotary sines of the same positions.
             context: the context, which stores new keys and values and decides which keys these tokens see.
 
         Returns:

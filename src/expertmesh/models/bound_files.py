@@ -21,12 +21,7 @@ _SHOWN = 12
 
 
 def hashes_in(run: Path, family: Family) -> dict[str, str]:
-    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run.
-
-    Args:
-        run: the run directory.
-        family: family of the run.
-    """
+    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run."""
     return _hashes(_bound_in(run, family), family)
 
 
@@ -36,9 +31,7 @@ def check_files(
     """Check that files are those that a checkpoint was trained with.
 
     Args:
-        files: files by their names in a run.
         state: values of the checkpoint.
-        family: family of the run.
         where: path of the checkpoint, for errors.
     """
     known = state.get(RECORD)
@@ -63,8 +56,6 @@ def check_run(
     """Check that one of a run's checkpoints was trained with the files of the run.
 
     Args:
-        run: the run directory.
-        values: values of its config.json.
         state: values of the checkpoint.
         where: path of the checkpoint, for errors.
     """

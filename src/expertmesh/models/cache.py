@@ -123,9 +123,6 @@ class KVCache:
             ids_BS: (B, S) the new tokens; only the shape and the device matter.
             token_mask_BS: (B, S) bool, False for padding, which later tokens do not see.
             counts_padding: whether positions are columns of the batch; see `DenseContext.of`.
-
-        Returns:
-            The attention context of the new tokens.
         """
         B, S = ids_BS.shape
         self.check_new(ids_BS)

@@ -68,7 +68,6 @@ class CausalLM(Protocol):
         Args:
             ids_BS: (B, S) int64; first the whole prompts, padded on the left, then one token of each sequence.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: the cache of `new_cache`.
 
         Returns:
             (B, V), of any floating dtype.
@@ -98,11 +97,7 @@ class EncoderDecoder(CausalLM, Protocol):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode; every module's own mode is restored on exit.
-
-    Args:
-        model: a module, or an object with `training` and `train` of a module.
-    """
+    """Put a model into evaluation mode; every module's own mode is restored on exit."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
     trained = [module for module in modules if module.training]
     if trained:

@@ -30,10 +30,8 @@ def check_ids(
     """Raise ConfigError unless ids are (sequences, tokens) token ids of nonempty sequences within max_len; zero rows are valid.
 
     Args:
-        ids: the argument.
         vocab_size: V; ids are below it.
         max_len: maximum tokens of a sequence; None: checked elsewhere.
-        name: name of the argument.
         what: name of a row, such as "sequence" or "source".
     """
     check_tensor(name, ids, _IDS, {"V": vocab_size})
@@ -54,10 +52,7 @@ def check_home(name: str, value: Tensor, module: nn.Module, weight: Tensor) -> N
     """Raise ConfigError unless an input is on the device of a module's weight; skipped for sharded weights and hooked modules.
 
     Args:
-        name: name of the argument.
-        value: the argument.
         module: module that receives it.
-        weight: weight of the module.
     """
     if type(weight) in (Tensor, nn.Parameter) and not hasattr(module, "_hf_hook"):
         fix = "call to_empty() and init_weights()" if weight.is_meta else MOVE
@@ -65,13 +60,7 @@ def check_home(name: str, value: Tensor, module: nn.Module, weight: Tensor) -> N
 
 
 def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
-    """Raise ConfigError unless a cache fits a model; `KVCache.check_new` checks the tokens.
-
-    Args:
-        cache: the argument.
-        config: configuration of the model.
-        weight: a weight of the model in its compute dtype.
-    """
+    """Raise ConfigError unless a cache fits a model; `KVCache.check_new` checks the tokens."""
     if not callable(getattr(cache, "begin", None)):
         fix = "make one with model.new_cache(batch_size=..., max_len=...)"
         raise wrong_type("cache", cache, "a cache of keys and values", fix)
@@ -90,13 +79,7 @@ def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
 
 
 def check_context(context: Any, ids_BS: Tensor, *, config: Any, weight: Tensor) -> None:
-    """Raise ConfigError unless a value is an `AttentionContext` for these tokens and this model.
-
-    Args:
-        context: the argument.
-        config: configuration of the model.
-        weight: a weight of the model.
-    """
+    """Raise ConfigError unless a value is an `AttentionContext` for these tokens and this model."""
     if not callable(getattr(context, "attend", None)):
         fix = "take it from the cache's begin()"
         raise wrong_type("context", context, "an AttentionContext", fix)

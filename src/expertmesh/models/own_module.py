@@ -36,7 +36,6 @@ class OwnBuilder(ModelBuilder):
     """Builder for a user-defined module.
 
     Args:
-        config: the run's configuration.
         module: the module, or a class or function that returns it.
     """
 
@@ -162,11 +161,6 @@ class OwnModule(Task):
 
 
 def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
-    """The family of a user-defined module.
-
-    Args:
-        metric: name of the measure that evaluations are compared by.
-        parts: data, validation and loss of `OwnModule`.
-    """
+    """The family of a user-defined module."""
     task = partial(OwnModule, module=module, metric=metric, **parts)
     return Family(FAMILY_NAME, task=task, metric=Metric(metric, metric, metric[:10]))

@@ -120,7 +120,6 @@ def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """A validated copy of a configuration.
 
     Args:
-        default: the configuration to copy.
         changes: new values by dotted name, or in sections; other values of a given section stay.
     """
     if not isinstance(changes, Mapping):

@@ -94,9 +94,8 @@ class Part:
         """Indices (T,) int64 of its tokens in the whole batch, which key the noise of routers.
 
         Args:
-            tokens_per_sample: tokens of a sample in this part.
-            device: device of the result.
-            stride: tokens of a sample before `Task.cut` removed the last ones, which keep their indices; None: none removed.
+            stride: tokens of a sample before `Task.cut` removed the last ones, which keep their indices; None: none
+                removed.
         """
         start, stop = self.rows.start, self.rows.stop
         stride = tokens_per_sample if stride is None else stride
@@ -274,7 +273,6 @@ def micro_batches(
     """Parts of a batch of all ranks: this rank's rows of each micro-batch, and its samples there, cut as all ranks' are.
 
     Args:
-        task: cuts the samples.
         batch: samples of all ranks, on the CPU.
         size: samples of a micro-batch on all ranks.
     """

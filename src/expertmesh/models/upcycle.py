@@ -48,11 +48,7 @@ class CollectedStats:
     layers: list[RoutingStats] = field(default_factory=list)
 
     def loss(self) -> Tensor:
-        """Sum of the weighted balance and z-losses of all calls; add it to the training loss.
-
-        Raises:
-            ConfigError: no block ran inside the context.
-        """
+        """Sum of the weighted balance and z-losses of all calls; add it to the training loss."""
         if not self.layers:
             raise ConfigError(
                 "no mixture-of-experts block ran inside collect_stats; call the upcycled model in it"

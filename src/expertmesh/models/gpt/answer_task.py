@@ -68,8 +68,6 @@ class AnswerTask(GPTTask):
         """Scores of the learned tokens, on all positions also where ranks share sequences; differentiable.
 
         Args:
-            model: the model, in evaluation mode.
-            batch: samples on the model's device.
             part: their place, with the number of their learned tokens, if it is known, as `num_items`.
         """
         (ids_AS, targets_AS, *_), more = answers_of(batch)

@@ -77,13 +77,7 @@ def layer_activation_bytes(
 def gpt_activations(
     config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False
 ) -> Activations:
-    """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted.
-
-    Args:
-        layout: layout of the run.
-        work: sequences and compute dtype.
-        adapts: whether experts have adapters.
-    """
+    """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted."""
     T = layout.tokens_per_pass(work.seq_len)
     kept, recomputed, dispatch, logits = _per_token(
         config, layout.checkpointing, layout.route_degree, layout.layer_routes, work, adapts

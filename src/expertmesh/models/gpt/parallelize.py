@@ -87,7 +87,6 @@ def spread_gpt_for_engine(
     Args:
         model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its
             weights.
-        config: degrees, see `serving_degrees`.
         world: the ranks.
 
     Returns:

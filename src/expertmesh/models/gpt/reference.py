@@ -33,9 +33,6 @@ def score_pairs(
     evaluations take them, so that a model that has not changed has the same bits.
 
     Args:
-        task: has the run's configuration, and cuts batches.
-        score: function that scores.
-        device: device of the model.
         ranks: ranks that share the work.
     """
     train = task.config.train

@@ -164,7 +164,6 @@ class Learned(NamedTuple):
         Args:
             targets_BS: the targets of this rank.
             counts_BS: whether each target of all ranks is learned; None: all are.
-            part: place in the batch, with its number of items.
         """
         targets_T = targets_BS.flatten()
         if counts_BS is None:

@@ -21,10 +21,6 @@ def upcycle_gpt(
         model: a dense GPT, not spread over ranks and not on the meta device.
         copies: options for turning a block into experts.
         every: new value of `moe_every`.
-        options: further options of `expertmesh.config.moe.MoEConfig`.
-
-    Returns:
-        The names of the replaced modules.
     """
     before = model.config
     if before.num_moe_layers:
