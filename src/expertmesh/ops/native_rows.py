@@ -42,7 +42,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     Args:
         x: (..., N).
         weight: (N,).
-        eps: added to the mean square.
     """
     run = _rms_norm if runs_plainly(x, weight) else _rms_norm_operator
     y: Tensor = run(x, weight, eps)
@@ -57,7 +56,6 @@ def norm_and_rope(
     Args:
         x_TXYd: (T, X, Y, d) heads in two axes, any strides.
         weight: (d,), or None: no norm.
-        eps: the epsilon of the norm.
         cos: (..., d / 2) float32 of P positions; token t has row t mod P.
         sin: the sines, of the shape of cos.
 

@@ -19,7 +19,6 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
     """Raise ConfigError inside a transform that would give wrong results. Costs almost nothing outside transforms.
 
     Args:
-        what: name of the operation, for the message.
         tensors: returns the differentiable inputs; called inside forward-mode differentiation only.
     """
     if torch.compiler.is_compiling():
@@ -47,8 +46,6 @@ def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
 
     Args:
         backward: the operator that computes gradients, a `torch.library.custom_op`.
-        what: name of the operation whose backward it is.
-        fix: advice for the message.
     """
 
     def refuse(ctx: Any, *grads: Any) -> None:

@@ -85,22 +85,14 @@ class Passes:
 
     def backward(
         self,
-        grad_WF: Tensor,
-        h_RH: Tensor,
-        rows_W: Tensor | None,
-        s_W: Tensor,
-        out_WF: Tensor,
-        d_h_WH: Tensor,
+        grad_WF: Tensor,  # (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten
+        h_RH: Tensor,  # (R, G * F) pre-activations, of the same dtype
+        rows_W: Tensor | None,  # (W,) int32 row of each place, in [0, R); None: all rows in order
+        s_W: Tensor,  # (W,) routing weights, FP32 or FP64
+        out_WF: Tensor,  # (W, F), receives s * act(h)
+        d_h_WH: Tensor,  # (W, G * F), receives the gradient of h
     ) -> Tensor:
         """Write s * act(h) and the gradient of h, at places that refer to rows of h by index.
-
-        Args:
-            grad_WF: (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
-            h_RH: (R, G * F) pre-activations, of the same dtype.
-            rows_W: (W,) int32 row of each place, in [0, R); None: all rows in order.
-            s_W: (W,) routing weights, FP32 or FP64.
-            out_WF: (W, F), receives s * act(h).
-            d_h_WH: (W, G * F), receives the gradient of h.
 
         Returns:
             The gradient of s, rowsum(grad * act(h)), (W,).

@@ -133,8 +133,6 @@ def compile_graph(
 
     Args:
         graph: a `torch.fx.GraphModule`.
-        example: its arguments.
-        options: further options of Inductor.
     """
     with while_compiling():
         from torch._inductor import standalone_compile

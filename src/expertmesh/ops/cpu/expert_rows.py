@@ -58,9 +58,6 @@ def rows_by_expert(
     """Rows of each expert that has rows, in order.
 
     Args:
-        bounds: first row of each expert, and the end of the last one's rows.
-        w_ENK: the matrices of all experts.
-        dtype: the dtype of the products.
         is_coarse: as of `gemm_rows`; small matrices always are.
     """
     is_coarse = is_coarse or w_ENK.shape[1] * w_ENK.shape[2] <= _NARROW

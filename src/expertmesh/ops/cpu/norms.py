@@ -29,10 +29,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     Args:
         x: (..., dim) on the CPU.
         weight: (dim,).
-        eps: added to the mean square.
-
-    Returns:
-        Shape and dtype of x.
     """
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = _RMSNorm.apply(flat, weight, eps)
@@ -47,7 +43,6 @@ def norm_and_rope(
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
         weight: (head_dim,), or None: no norm.
-        eps: the epsilon of the norm.
         cos: (S, head_dim / 2).
         sin: (S, head_dim / 2).
 

@@ -87,9 +87,6 @@ def gemm_rows(
     takes as long as a product of some hundred rows, and row counts differ in every training step.
 
     Args:
-        num_rows: rows of one expert.
-        device: the device of the product.
-        dtype: the dtype of the product.
         is_coarse: round by up to 1/8: where generating code takes as long as ten products, or where so many kinds of
             products are called that oneDNN's cache, of 1,024 codes of half a megabyte, would not hold all of them.
     """
@@ -107,7 +104,6 @@ def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = Fals
         a_MK: (M, K).
         b_KN: (K, N).
         out_MN: (M, N) of the same dtype.
-        add: add to out_MN instead of overwriting it.
     """
     if is_worth_it(a_MK, b_KN):
         found = _onednn(a_MK, b_KN)

@@ -74,10 +74,6 @@ class ExpertSpan:
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
         """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts' rows.
-
-        Args:
-            values: the values of the rows from `first` on.
-            first: index of the first row in `values`.
         """
         if self.sizes == self.counts:
             return torch.split_with_sizes(

@@ -25,26 +25,19 @@ RUN_ELEMENTS = 1 << 18
 
 
 def backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # (T, D) gradient of y, contiguous
+    x_TD: Tensor,  # the tokens as given to `forward`
+    h_RH: Tensor,  # H of `forward`; with fewer rows than R it is recomputed, expert by expert
+    experts: ExpertSlice,  # the experts as given to `forward`
+    weights_TK: Tensor,  # the weights as given to `forward`
+    maps: RouteMetadata,  # the maps as given to `forward`
+    needs: Needs,  # the gradients to compute
     *,
     into: ExpertSlice | None = None,
 ) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
     """Compute the gradients of x (T, D), of the routing weights (T, K), and of the experts.
 
     Args:
-        grad_TD: (T, D) gradient of y, contiguous.
-        x_TD: the tokens as given to `forward`.
-        h_RH: H of `forward`; with fewer rows than R it is recomputed, expert by expert.
-        experts: the experts as given to `forward`.
-        weights_TK: the weights as given to `forward`.
-        maps: the maps as given to `forward`.
-        needs: the gradients to compute.
         into: buffers that the experts' gradients are added to (see `weight_grads`); None: fresh tensors.
 
     Returns:
