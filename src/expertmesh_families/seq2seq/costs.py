@@ -33,8 +33,6 @@ def forward_flops(
     """FLOPs of a forward pass over sources and targets of the given lengths.
 
     Args:
-        config: the model.
-        source_len: tokens of a source.
         target_len: tokens of a target; a target token sees (target_len + 1) / 2 of them on average.
         batch_size: samples that share the queries and keys of untied positions, which are computed once per batch.
     """

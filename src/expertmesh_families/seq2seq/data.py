@@ -72,9 +72,7 @@ class Mixture:
     its own, so no example is repeated before all others of the task were drawn.
 
     Args:
-        shares: probability of each task.
         seed: seed of the order.
-        neighbours: number of consecutive samples of similar length.
     """
 
     def __init__(

@@ -72,14 +72,7 @@ torch.utils._pytree.register_dataclass(
 
 
 class CrossAttention(nn.Module):
-    """Attention of target tokens to a source, without positions (Vaswani et al. 2017, 3.2.3).
-
-    Args:
-        dim: model width.
-        num_heads: heads, a divisor of dim.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
+    """Attention of target tokens to a source, without positions (Vaswani et al. 2017, 3.2.3)."""
 
     def __init__(self, *, dim: int, num_heads: int, **place: Any) -> None:
         super().__init__()
@@ -99,7 +92,6 @@ class CrossAttention(nn.Module):
         Args:
             x_BSD: (B, S, D) target tokens.
             memory: keys and values of B sources, or of fewer: then B / sources neighbouring rows share a source.
-            visible: mask of the sources' padding.
         """
         keys, values = memory
         B, S, _ = x_BSD.shape
@@ -118,10 +110,6 @@ class CrossAttention(nn.Module):
 
 class Layer(FeedForward):
     """Layer: x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
-
-    Args:
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(

@@ -116,10 +116,6 @@ def find_folder(name: str) -> Path:
 
 def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> ParallelTokens:
     """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has them.
-
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
     """
     if not config.path:
         raise ConfigError(
@@ -281,11 +277,7 @@ def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]
 
 
 def in_turn(corpora: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    """Lines of all folders and languages, interleaved in a random order, so that the first ones represent all.
-
-    Args:
-        corpora: the lines of each language, for each folder.
-    """
+    """Lines of all folders and languages, interleaved in a random order, so that the first ones represent all."""
 
     def shuffled(number: int, count: int) -> Iterator[tuple[float, int, int]]:
         for place, line in enumerate(permutation(count, 0, 0)):

@@ -11,16 +11,7 @@ from expertmesh.moe.dense_parts import Linear
 
 
 class UntiedPositions(nn.Module):
-    """Queries and keys of absolute positions, shared by all layers of an encoder or decoder (eq. 7).
-
-    Args:
-        max_len: number of positions.
-        dim: model width.
-        num_heads: heads, a divisor of dim.
-        norm_eps: epsilon of the norm of the position embeddings.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
+    """Queries and keys of absolute positions, shared by all layers of an encoder or decoder (eq. 7)."""
 
     def __init__(
         self, *, max_len: int, dim: int, num_heads: int, norm_eps: float, **place: Any

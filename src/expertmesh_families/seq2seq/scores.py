@@ -29,8 +29,6 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
     """Corpus BLEU and chrF.
 
     Args:
-        hypotheses: translations, one line each.
-        references: reference translations, one line each, as many as hypotheses.
         language: code of the target language, which selects BLEU's tokenizer.
     """
     found = []

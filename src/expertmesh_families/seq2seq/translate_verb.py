@@ -55,9 +55,6 @@ def run(argv: list[str]) -> int:
     """Print, or write with --output, a translation of each text; returns 0.
 
     With references scores are printed; without --output only they are.
-
-    Args:
-        argv: words after `translate`.
     """
     with once_per_host():
         options = parsed(TranslateVerb, argv)

@@ -34,8 +34,6 @@ def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, se
     Args:
         images_BCHW: (B, C, H, W) FP32 images in [0, 1].
         samples: number of each sample, which with the seed determines its augmentation.
-        config: options of augmentation.
-        seed: seed of the run.
     """
     draws_BN = np.stack([Draws(seed, "augment", i).uniform(_NUM_DRAWS) for i in samples])
     signed_BN = 2 * draws_BN - 1

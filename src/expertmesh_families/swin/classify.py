@@ -28,12 +28,7 @@ class Classified:
 
 
 def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -> list[Tensor]:
-    """Image files as inputs of a model, (C, H, W) FP32 each.
-
-    Args:
-        names: image files, or FILE@N for the N-th image of an IDX file.
-        size: channels, height and width.
-    """
+    """Image files as inputs of a model, (C, H, W) FP32 each."""
     found, problems = [], []
     for name in Progress("read", total=len(names), unit="images").over(names):
         try:

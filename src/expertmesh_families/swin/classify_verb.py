@@ -79,11 +79,7 @@ class ClassifyVerb(OnDevice):
 
 
 def run(argv: list[str]) -> int:
-    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0.
-
-    Args:
-        argv: words after `classify`.
-    """
+    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0."""
     options = parsed(ClassifyVerb, argv)
     picture = None if options.picture is None else expanded(options.picture)
     if picture is not None:

@@ -22,7 +22,6 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
     """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every patch.
 
     Args:
-        results: results of `expertmesh_families.swin.classify.classify`.
         path: file of the picture; its ending selects the format.
     """
     check_pillow(path)

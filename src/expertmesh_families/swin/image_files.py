@@ -37,12 +37,7 @@ class ImageError(ConfigError):
 
 
 def refuse_images(problems: Sequence[str], total: int) -> None:
-    """Raise one ConfigError for all images that cannot be used.
-
-    Args:
-        problems: messages of their `ImageError`s.
-        total: number of all images.
-    """
+    """Raise one ConfigError for all images that cannot be used."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:

@@ -170,11 +170,7 @@ class _Side:
         return int(self._starts[-1])
 
     def load(self) -> list[str]:
-        """Read all images if they fit into memory; return messages for unreadable ones.
-
-        Raises:
-            ConfigError: an image does not fit the model, which an option can change for all.
-        """
+        """Read all images if they fit into memory; return messages for unreadable ones."""
         if len(self) * int(np.prod(self._size)) > _LARGEST_IN_MEMORY:
             return []
         pixels, problems = [], []
@@ -225,7 +221,6 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
     Args:
         pixels: uint8, (H, W) or (H, W, 3).
-        size: channels, height and width.
         fit: see `ImagesConfig`; "resize" scales the centre square, bicubic with antialiasing.
 
     Returns:

@@ -79,11 +79,8 @@ class WindowAttention(ConstantBuffers):
     Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
 
     Args:
-        config: the model.
         stage: index of the stage, from 0.
         shift: the map is rolled by -shift before it is cut into windows; 0: not at all.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     coordinates_P2: Tensor
@@ -174,8 +171,6 @@ class SwinBlock(FeedForward):
 
     Args:
         block: index of the block in the stage, from 0; odd blocks shift their windows if the map has more than one.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -239,11 +234,7 @@ class PatchMerging(nn.Module):
     """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x).
 
     Args:
-        dim: D of the previous stage.
         is_v2: whether the variant is V2.
-        eps: epsilon of the norm.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(self, dim: int, *, is_v2: bool, eps: float, **place: Any) -> None:

@@ -30,7 +30,6 @@ def log_coordinates(window: int, learned_window: int) -> Tensor:
     larger window extrapolates only a little.
 
     Args:
-        window: w, window of the model.
         learned_window: w', window of learning, whose largest offset is 8 before the logarithm.
     """
     offsets = torch.arange(1 - window, window, dtype=torch.float64, device="cpu")
