@@ -41,11 +41,7 @@ def described(path: Path, *, block_bytes: int = BLOCK_BYTES) -> dict[str, Any]:
 def write_manifest(
     folder: Path, files: Mapping[str, Any], *, version: int = FORMAT_VERSION
 ) -> Path:
-    """Write the manifest; returns its path.
-
-    Args:
-        folder: the checkpoint.
-    """
+    """Write the manifest; returns its path. `folder`: the checkpoint."""
     path = folder / NAME
     path.write_text(json.dumps({"format_version": version, "files": files}, indent=1))
     return path

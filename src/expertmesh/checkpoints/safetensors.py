@@ -231,11 +231,7 @@ def quant_method(values: Mapping[str, Any]) -> Any:
 
 
 def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        once: whether a name that stands twice in an object is refused.
-    """
+    """The object in a JSON file. `once`: whether a name that stands twice in an object is refused."""
     try:
         values = parse_json(path.read_bytes(), once=once)
     except FileNotFoundError:

@@ -331,11 +331,7 @@ def _described(error: BaseException | None) -> tuple[Any, ...] | None:
 
 
 def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write the manifest of all files, flushing those that are not on disk yet.
-
-    Args:
-        folder: folder of the checkpoint.
-    """
+    """Write the manifest of all files, flushing those that are not on disk yet. `folder`: folder of the checkpoint."""
     found = {}
     for path in _files(folder):
         if path.name.startswith(_RECORD):
