@@ -104,11 +104,7 @@ def _quantized_product(
 
 
 def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict[str, Any]:
-    """Tile sizes of a launch, from shapes only.
-
-    Args:
-        format: int8, int4 or fp8.
-    """
+    """Tile sizes of a launch, from shapes only. `format`: int8, int4 or fp8."""
     rows = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
     columns = min(64, K // num_groups) if format == "int4" else 64
     warps = 8 if rows == 64 else 4

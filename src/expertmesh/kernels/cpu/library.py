@@ -175,11 +175,7 @@ _Words = ctypes.c_int64 * _NUM_WORDS
 
 
 class Kernels:
-    """The kernels of one instruction set.
-
-    Args:
-        path: the shared object, which is needed in this call only.
-    """
+    """The kernels of one instruction set. `path`: the shared object, which is needed in this call only."""
 
     def __init__(self, path: Path, instructions: InstructionSet) -> None:
         loaded = ctypes.CDLL(str(path))
