@@ -89,11 +89,7 @@ def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_rank
 
 
 def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
-    """Check dispatch options.
-
-    Args:
-        way: options of a call, or the defaults of a dispatcher.
-    """
+    """Check dispatch options. `way`: options of a call, or the defaults of a dispatcher."""
     fix = "use 1 to send all tokens at once"
     Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)
     if not 0 <= (way.replicated_experts or 0) <= num_experts:

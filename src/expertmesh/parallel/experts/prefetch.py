@@ -86,11 +86,7 @@ class Prefetcher:
         self._task = -1
 
     def enter(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle | None:
-        """Record that a layer's forward begins.
-
-        Returns:
-            The prefetched gather; None: no usable one.
-        """
+        """Record that a layer's forward begins. Returns the prefetched gather; None: no usable one."""
         if self._task != -1:  # the last backward ended with an error
             self._end_of_backward()
         if layer in self._order:  # it runs again, so a new forward has begun
