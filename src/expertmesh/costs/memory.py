@@ -98,11 +98,7 @@ class Trained(Protocol):
 def peak_memory(
     model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most"
 ) -> PeakMemory:
-    """Peak memory of the rank that has most.
-
-    Args:
-        stage: pipeline stage of the rank; "most": the one that has most.
-    """
+    """Peak memory of the rank that has most. `stage`: pipeline stage of the rank; "most": the one that has most."""
     if stage == "most":
         ends: tuple[Stage, ...] = ("first", "last") if layout.pp_degree > 1 else ("last",)
         each = (peak_memory(model, layout, work, stage=end) for end in ends)
