@@ -21,11 +21,7 @@ _DROPPING_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 
 class TextLimitError(ConfigError):
-    """A text that the model has no room for, or a chat template that takes more than it may.
-
-    Args:
-        text: the whole line.
-    """
+    """A text that the model has no room for, or a chat template that takes more than it may. `text`: the whole line."""
 
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)
