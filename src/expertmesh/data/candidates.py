@@ -67,11 +67,7 @@ class Told:
 
 
 def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateDocument]]:
-    """Description of the text, and its documents, before any is read.
-
-    Args:
-        told: receives the files that are left out.
-    """
+    """Description of the text, and its documents, before any is read. `told`: receives the files that are left out."""
     if config.dataset is not None:
         return f"dataset {config.dataset}", _dataset(config.dataset, config.column)
     if config.path is None:

@@ -67,11 +67,7 @@ class Progress:
         say(f"{self._verb} {self._number(done)}{of} {self._unit}")
 
     def over(self, items: Iterable[_T], size: Callable[[_T], int] | None = None) -> Iterator[_T]:
-        """The items, counted as they are consumed.
-
-        Args:
-            size: amount of an item; None: 1.
-        """
+        """The items, counted as they are consumed. `size`: amount of an item; None: 1."""
         done = 0
         try:
             for item in items:

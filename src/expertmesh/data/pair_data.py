@@ -18,11 +18,7 @@ _SEVERAL = "have answers that the chat format writes as several sequences"
 
 
 class PairData(ConversationData):
-    """Pairs of answers of a corpus; fills the cache unless it has them.
-
-    Args:
-        seed: seed of the order.
-    """
+    """Pairs of answers of a corpus; fills the cache unless it has them. `seed`: seed of the order."""
 
     version = (3, "pairs 1")
     per_sample = 2
