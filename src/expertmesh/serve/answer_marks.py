@@ -13,11 +13,7 @@ _TAIL = 64
 
 
 class AnswerMarks:
-    """Marks of a model's answers.
-
-    Args:
-        config: options of the server, which may name formats.
-    """
+    """Marks of a model's answers. `config`: options of the server, which may name formats."""
 
     def __init__(self, text: TextFormat, config: ServerConfig) -> None:
         self._tokenizer = text.tokenizer

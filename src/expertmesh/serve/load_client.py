@@ -105,11 +105,7 @@ async def ask(
 async def drive(
     address: str, load: LoadConfig, requests: Sequence[dict[str, Any]], *, key: str | None = None
 ) -> tuple[list[Outcome], float]:
-    """Send requests at their scheduled times.
-
-    Returns:
-        Outcome of each request, and the total seconds.
-    """
+    """Send requests at their scheduled times. Returns outcome of each request, and the total seconds."""
     places = asyncio.Semaphore(load.concurrency)
     draw = random.Random(load.seed)
 

@@ -311,11 +311,7 @@ class CompletionRequest(Sampling):
 
 
 def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidator:
-    """Refuses objects of other types by the type's name.
-
-    Args:
-        default: type of objects without one.
-    """
+    """Refuses objects of other types by the type's name. `default`: type of objects without one."""
     known = tuple(kinds)
 
     def checked(value: Any) -> Any:

@@ -33,11 +33,7 @@ def as_id(token_id: int) -> str:
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens.
-
-    Args:
-        as_ids: whether texts are written as `token_id:7`.
-    """
+    """Texts and bytes of single tokens. `as_ids`: whether texts are written as `token_id:7`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
