@@ -29,11 +29,7 @@ def number(name: str, value: Any, *, most: int, fix: str, least: float = 1) -> f
 
 
 def path_text(name: str, value: object, what: str) -> str:
-    """Text of a name or path.
-
-    Args:
-        what: what it may be, for the message.
-    """
+    """Text of a name or path. `what`: what it may be, for the message."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(name, quoted(value), f"must be {what}", "give one")
     text = os.fspath(value)
