@@ -225,11 +225,7 @@ def _prepare(model: nn.Module, plan: _OpenPlan) -> None:
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:
-    """Device for using a model.
-
-    Args:
-        device: auto, cpu, cuda or cuda:N; None: the device of the training.
-    """
+    """Device for using a model. `device`: auto, cpu, cuda or cuda:N; None: the device of the training."""
     name = run.config.train.device if device is None else str(device)
     return resolve_device(name, option="device")
 

@@ -49,11 +49,7 @@ _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers")
 
 
 class RunDir:
-    """Paths in a run directory, and the checks on opening it.
-
-    Args:
-        path: the folder; made by `locked`.
-    """
+    """Paths in a run directory, and the checks on opening it. `path`: the folder; made by `locked`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = expanded(path)
