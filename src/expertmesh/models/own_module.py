@@ -33,11 +33,7 @@ _TAKEN = {"loss": "the loss itself", "items": "the number of samples"}
 
 
 class OwnBuilder(ModelBuilder):
-    """Builder for a user-defined module.
-
-    Args:
-        module: the module, or a class or function that returns it.
-    """
+    """Builder for a user-defined module. `module`: the module, or a class or function that returns it."""
 
     def __init__(self, config: RunConfig, module: Module) -> None:
         super().__init__(config)
