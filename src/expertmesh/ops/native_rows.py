@@ -37,12 +37,7 @@ is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in x's dtype.
-
-    Args:
-        x: (..., N).
-        weight: (N,).
-    """
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in x's dtype. `x`: (..., N); `weight`: (N,)."""
     run = _rms_norm if runs_plainly(x, weight) else _rms_norm_operator
     y: Tensor = run(x, weight, eps)
     return y

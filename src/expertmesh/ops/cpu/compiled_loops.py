@@ -129,11 +129,7 @@ def while_compiling() -> Iterator[None]:
 def compile_graph(
     graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph traced with symbolic sizes.
-
-    Args:
-        graph: a `torch.fx.GraphModule`.
-    """
+    """Compile a graph traced with symbolic sizes. `graph`: a `torch.fx.GraphModule`."""
     with while_compiling():
         from torch._inductor import standalone_compile
         from torch._inductor.cpu_vec_isa import pick_vec_isa

@@ -55,11 +55,7 @@ class ExpertRows(NamedTuple):
 def rows_by_expert(
     bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, *, is_coarse: bool = False
 ) -> Iterator[ExpertRows]:
-    """Rows of each expert that has rows, in order.
-
-    Args:
-        is_coarse: as of `gemm_rows`; small matrices always are.
-    """
+    """Rows of each expert that has rows, in order. `is_coarse`: as of `gemm_rows`; small matrices always are."""
     is_coarse = is_coarse or w_ENK.shape[1] * w_ENK.shape[2] <= _NARROW
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
