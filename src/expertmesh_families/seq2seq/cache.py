@@ -23,9 +23,5 @@ class Seq2SeqCache(KVCache):
         self.select(rows)
 
     def reorder(self, rows_R: Tensor) -> None:
-        """Replace row i by the old row rows_R[i], a row of the same source.
-
-        Args:
-            rows_R: (rows,) int64 row indices.
-        """
+        """Replace row i by the old row rows_R[i], a row of the same source. `rows_R`: (rows,) int64 row indices."""
         self.select(rows_R)

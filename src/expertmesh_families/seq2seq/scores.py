@@ -26,11 +26,7 @@ class Score(NamedTuple):
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str) -> list[Score]:
-    """Corpus BLEU and chrF.
-
-    Args:
-        language: code of the target language, which selects BLEU's tokenizer.
-    """
+    """Corpus BLEU and chrF. `language`: code of the target language, which selects BLEU's tokenizer."""
     found = []
     for metric in metrics_of(hypotheses, references, language):
         result = metric.corpus_score(list(hypotheses), [list(references)])
