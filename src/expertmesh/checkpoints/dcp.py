@@ -151,12 +151,7 @@ def _hidden_error(error: BaseException, folder: Path) -> BaseException:
 
 
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the index, the file with the place of each piece.
-
-    Args:
-        folder: the checkpoint.
-        results: results of `write_tensors` of all ranks.
-    """
+    """Write the index, the file with the place of each piece."""
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(copy.copy(metadata), results)

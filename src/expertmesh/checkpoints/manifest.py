@@ -54,7 +54,6 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     only, each compared by one rank.
 
     Args:
-        path: the checkpoint.
         share: (i, n): the i-th of n parts of its blocks.
 
     Returns:

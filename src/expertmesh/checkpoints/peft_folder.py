@@ -206,11 +206,7 @@ def _share_first(parts: Iterable[tuple[ModuleRows, Tensor, Tensor, float]]) -> b
 def read_factors(
     files: AdapterFiles, config: ModelConfig, *, multiple: int = 1
 ) -> dict[str, Factors]:
-    """The factors of all adapters of a folder, by the names of our parameters.
-
-    Args:
-        multiple: ranks are padded with zeros to a multiple of it.
-    """
+    """The factors of all adapters of a folder, by the names of our parameters."""
     folder, places, spec = files.folder, places_of(config), gpt_spec(config)
     files.target_parameters()  # refuses targets that are not experts
     for name, allowed in _LEFT_OUT.items():

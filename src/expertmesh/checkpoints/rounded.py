@@ -104,11 +104,7 @@ class RoundedExperts:
 
 
 class WidenedExperts:
-    """Tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`.
-
-    Args:
-        source: a source with a `scheme` and a `products_dtype`, such as `RoundedExperts`.
-    """
+    """Tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -186,12 +186,7 @@ class HubFiles:
 
 
 def sub_slice(at: slice, cut: slice) -> slice:
-    """The part `cut` of a slice, as a slice of the same dimension.
-
-    Args:
-        at: a slice with a start and a stop.
-        cut: a part, counted from the first element of `at`; not empty.
-    """
+    """The part `cut` of a slice, as a slice of the same dimension."""
     step = at.step or 1
     return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
@@ -244,11 +239,7 @@ def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
 
 
 def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names, shapes and types of all tensors with what the model needs.
-
-    Args:
-        shapes: shapes that the model needs, by the hub's names.
-    """
+    """Compare names, shapes and types of all tensors with what the model needs."""
     where, found = files.folder, files.entries
     check_names(where, wanted=set(shapes), found=set(found), fix="restore the files from the hub")
     for name, shape in shapes.items():
@@ -336,11 +327,7 @@ class FileTensor(NamedTuple):
 
 
 def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file, its length not included.
-
-    Args:
-        tensors: the tensors, in the order of their bytes.
-    """
+    """The header of a safetensors file, its length not included."""
     entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
     for one in tensors:
@@ -361,10 +348,6 @@ def write_file(
 
     The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each tensor, and
     metadata), then the tensors.
-
-    Args:
-        tensors: names, types and shapes of the tensors.
-        values: iterator over the tensors, in the same order; one is taken for each of `tensors`.
     """
     header = file_header(tensors, texts)
     with path.open("wb") as file:

@@ -274,7 +274,6 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
     """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
 
     Args:
-        folder: folder of the checkpoints.
         ranks: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
 
     Returns:

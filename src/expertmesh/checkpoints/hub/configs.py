@@ -51,9 +51,6 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
 
     An option that is missing or null gets transformers' default. `router_aux_loss_coef` c becomes the weight
     c K / L of each of the L layers with experts: transformers' loss is K at balance, and one of the mean over the layers.
-
-    Args:
-        start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
     """
     family = hub_family(values)
     _refuse(values, family)

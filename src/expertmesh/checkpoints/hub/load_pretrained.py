@@ -84,12 +84,7 @@ def load_pretrained(
 
 
 class HubModel:
-    """The weights of a hub folder under the names of our GPT; a `TensorSource`.
-
-    Args:
-        dtype: type of the weights (the router keeps FP32); None: see `load_pretrained`, with a warning of rounded
-            tensors.
-    """
+    """The weights of a hub folder under the names of our GPT; a `TensorSource`."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         values = read_config(folder)
@@ -143,11 +138,7 @@ class HubModel:
 
 
 def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
-    """Box of a part of a piece in the hub's tensor, and the part's sizes in our order.
-
-    Args:
-        piece: the piece, whose boxes differ only in dimensions of size one.
-    """
+    """Box of a part of a piece in the hub's tensor, and the part's sizes in our order."""
     ours = [range(at.start, at.stop) for at in piece.ours_at]
     lead, last = list(piece.hub_at), []
     if piece.is_turned:
@@ -206,11 +197,7 @@ def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
-    """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one.
-
-    Args:
-        is_quantized: whether its weights may be quantised.
-    """
+    """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder)}"
@@ -245,12 +232,7 @@ def is_hub_folder(folder: Path) -> bool:
 def hub_run_config(
     folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False
 ) -> GPTRunConfig:
-    """The configuration of a run with the model of a hub folder, other options at their defaults.
-
-    Args:
-        run_dir: directory of the run; None: the folder.
-        is_quantized: whether its weights may be quantised.
-    """
+    """The configuration of a run with the model of a hub folder, other options at their defaults."""
     values = read_config(folder, is_quantized=is_quantized)
     model = model_config(values, start_ids=hub_start(folder))
     if model.vocab_size < MIN_VOCAB_SIZE:

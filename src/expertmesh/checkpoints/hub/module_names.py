@@ -18,11 +18,7 @@ _BRANCHES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 
 def under_hub_names(entries: Mapping[str, Entry], family: HubFamily) -> dict[str, Entry]:
-    """The entries of files under the names of a family's files.
-
-    Args:
-        family: the architecture; one whose files have one tensor for all experts keeps it.
-    """
+    """The entries of files under the names of a family's files."""
     found: dict[str, tuple[str, Entry]] = {}
     for name, entry in entries.items():
         match = None if family.experts else _FUSED.fullmatch(name)

@@ -20,12 +20,7 @@ def rope(v: Values) -> Values:
 
 
 def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
-    """Options of our `moe` that all architectures have.
-
-    Args:
-        experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all
-            families.
-    """
+    """Options of our `moe` that all architectures have."""
     return {
         "num_experts": (v[experts] if experts in v else v["num_local_experts"],),
         "top_k": v["num_experts_per_tok"],
@@ -208,11 +203,7 @@ def layer_types(num_layers: int, every: int | None) -> list[str]:
 
 
 def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
-    """`sliding_window` and `full_attention_every` that make the given kinds of attention.
-
-    Args:
-        window: tokens that layers of sliding attention attend to; None: all.
-    """
+    """`sliding_window` and `full_attention_every` that make the given kinds of attention."""
     layers = v["num_hidden_layers"]
     if window is None or list(kinds) == layer_types(layers, 1):
         return {}
