@@ -55,9 +55,6 @@ def hidden_descriptor(
     h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
 ) -> Any:
     """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the columns.
-
-    Args:
-        h_RH: (R, G * F).
     """
     rows, units = block
     if interleaved:

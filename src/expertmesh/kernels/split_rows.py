@@ -118,9 +118,6 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
 
     With S = ceil(num_rows / piece_rows), fewer than S experts have more than piece_rows rows, and they need at most
     2 S - 1 places: rows / piece_rows each, rounded up.
-
-    Args:
-        offsets_E: (E + 1,) int32, E up to `route_metadata.MAX_EXPERTS`.
     """
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)

@@ -96,13 +96,7 @@ def selected() -> str:
 def changes(
     arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int
 ) -> dict[str, Any]:
-    """Changes of a table in a GEMM's tile, by attributes of `Tile`.
-
-    Args:
-        arch: a key of `tiles.SHARED_BYTES`, or "interpreter".
-        table: one of `names(arch)`.
-        block_m: rows of the GEMM's tile in the default table.
-    """
+    """Changes of a table in a GEMM's tile, by attributes of `Tile`."""
     if table == DEFAULT:
         return {}
     known = TABLES.get(arch, {})

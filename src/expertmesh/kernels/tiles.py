@@ -342,11 +342,7 @@ def _fit(block: int, size: int) -> int:
 
 
 def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma: bool) -> int:
-    """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results.
-
-    Args:
-        itemsize: bytes of an element.
-    """
+    """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results."""
     branches = num_branches if gemm == "up" else 1
     step = (tile.block_m + branches * tile.block_n) * tile.block_k
     # row indices of weight gradients are loaded before the rows: one buffer per two stages

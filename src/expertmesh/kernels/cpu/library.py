@@ -231,7 +231,6 @@ class Kernels:
         """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
 
         Args:
-            b_EN: biases, or None.
             ids_T1: contiguous int64 matrix of each row; None: the first.
         """
         T, K = x_TK.shape
