@@ -29,11 +29,7 @@ Ratio = tuple[int, int]
 
 
 def choice_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio:
-    """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases.
-
-    Args:
-        factor: the capacity factor given for this call, or None.
-    """
+    """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases."""
     if options.router != "expert_choice":
         return 1, 1  # only expert choice uses it
     given = _given(options, factor, training) or 1.0
@@ -42,11 +38,7 @@ def choice_factor(options: LayerOptions, factor: float | None, *, training: bool
 
 def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio | None:
     """Capacity factor by which choices are dropped in a call, or None if the call is dropless. All processes get the
-    same. Expert-choice routing gets None: it applies its capacity while it chooses.
-
-    Args:
-        factor: the capacity factor given for this call, or None.
-    """
+    same. Expert-choice routing gets None: it applies its capacity while it chooses."""
     in_force = smaller_factor(_given(options, factor, training), options.max_capacity_factor)
     if options.router == "expert_choice" or in_force is None:
         return None

@@ -127,12 +127,7 @@ def check_modules(modules: Sequence[Any]) -> None:
 def check_input(
     x: Tensor, *, dim: int, weight: Tensor | None, device: torch.device | None = None
 ) -> None:
-    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device.
-
-    Args:
-        weight: the weight of the experts, if they are grouped.
-        device: where they are computed, if not where the weight is.
-    """
+    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device."""
     check_tensor("x", x, _X, {"D": dim})
     if weight is None:
         return

@@ -107,9 +107,6 @@ class GroupedExperts(nn.Module):
 
     Args:
         recompute_h: recompute the pre-activations in the backward instead of saving them; bitwise the same results.
-
-    Attributes:
-        format: name of the weights' format in `FORMATS`.
     """
 
     w_in: Tensor

@@ -77,9 +77,7 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
     `register_load_state_dict_pre_hook`.
 
     Args:
-        module: the module; all of its tensors are in its submodules.
         state: the state dict, under our names; changed in place.
-        others: the further arguments of the hook: local_metadata, strict, missing_keys, unexpected_keys, error_msgs.
     """
     _, strict, _, _, problems = others
     own = {

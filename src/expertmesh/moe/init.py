@@ -23,8 +23,6 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
 
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
-        seed: the seed of the whole model.
-        per_expert: one generator per index of axis 0.
     """
     if param.is_meta:
         return
@@ -78,9 +76,6 @@ def draw_seed() -> int:
 
 def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
     """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not changed.
-
-    Args:
-        seed: the seed of the whole model.
     """
     for path, child in module.named_modules():
         reset = getattr(child, "reset_parameters", None)

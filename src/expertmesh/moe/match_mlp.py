@@ -42,9 +42,6 @@ class MatchedMLP:
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Stack the weights of a module of this form.
 
-        Args:
-            module: the recognised module, or one with the same names and shapes.
-
         Returns:
             w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; missing biases are zero, and both are
             None if the module has no bias at all.
@@ -92,9 +89,6 @@ def match_mlp(module: nn.Module) -> MatchedMLP | None:
     Candidates come from the module's structure. A candidate is accepted if a copy of the module on the CPU in FP64 has
     the candidate's outputs for random rows. Modules with other parameters, buffers, hooks or active dropout are not
     recognised.
-
-    Args:
-        module: any module that maps (n, D) to (n, D).
 
     Returns:
         The block, or None.

@@ -82,9 +82,6 @@ def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
 
     Call it before each optimizer step. A layer that was never keyed draws a fresh key from torch's default
     generator in each training forward. The key is a tensor, so a new step does not recompile. Does not synchronise.
-
-    Args:
-        seed: the seed of the run; any 64-bit integer.
     """
     for layer in module.modules():
         key = getattr(layer, "noise_key", None)

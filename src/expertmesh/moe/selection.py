@@ -226,7 +226,6 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     Args:
         token_ids_T: (T,) integer ids.
         hash_key: (2,) int64, (seed, layer).
-        top_k: K, at most E.
 
     Returns:
         (T, K) int64. Does not synchronise.
