@@ -14,11 +14,7 @@ SYSFS = Path("/sys")
 
 
 def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
-    """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out.
-
-    Args:
-        sysfs: the mount point of sysfs.
-    """
+    """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out."""
     found = {
         int(folder.name.removeprefix("node")): numbers_of(read_text(folder / "cpulist"))
         for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
@@ -41,12 +37,7 @@ def read_text(path: Path) -> str:
 
 
 def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
-    """Number of the NUMA node nearest to a GPU; None if the system does not say.
-
-    Args:
-        properties: the GPU's `torch.cuda.get_device_properties`.
-        sysfs: the mount point of sysfs.
-    """
+    """Number of the NUMA node nearest to a GPU; None if the system does not say."""
     try:
         domain, bus, device = (
             int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
@@ -66,11 +57,7 @@ def share_of(
     *,
     near: AbstractSet[int] = frozenset(),
 ) -> set[int] | None:
-    """Cores of the NUMA node that a rank should run on; None: leave it unbound.
-
-    Args:
-        near: cores of the node nearest to the rank's GPU; empty without a GPU or if its node is unknown.
-    """
+    """Cores of the NUMA node that a rank should run on; None: leave it unbound."""
     mine = [cores & allowed for cores in nodes if cores & allowed]
     if len(mine) < 2 or num_local < 2:
         return None

@@ -36,11 +36,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPU quota in cores: the smallest among this process's control groups; None: no limit.
-
-    Args:
-        root: the directory that holds /proc and /sys.
-    """
+    """CPU quota in cores: the smallest among this process's control groups; None: no limit."""
     found: list[float | None] = []
     bases: tuple[str, ...]
     for line in read_text(root / "proc/self/cgroup").splitlines():
@@ -75,11 +71,7 @@ def _ratio(quota: str, period: str) -> float | None:
 
 
 def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
-    """Number of threads that a process can run at once while all processes of its host do the same; at least 1.
-
-    Args:
-        all_rooms: the resources of all processes that compute together, `own` among them.
-    """
+    """Number of threads that a process can run at once while all processes of its host do the same; at least 1."""
     here = [room for room in all_rooms if room.host == own.host]
     share = sum(1 / sum(core in room.cores for room in here) for core in own.cores)
     if own.quota is not None:
@@ -92,9 +84,6 @@ def users_threads(launcher: int | None = None) -> str | None:
 
     Torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it. The environment that torchrun itself
     started with tells the two apart.
-
-    Args:
-        launcher: process id of torchrun; None: the parent process.
     """
     name = next((name for name in _NAMES if os.environ.get(name)), None)
     if name is None:

@@ -48,13 +48,7 @@ def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
 
 
 def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[LinkMeasurement]:
-    """Measure all algorithms on all classes of links; every rank must exhaust the iterator.
-
-    Args:
-        world: all ranks.
-        nodes: the node of each rank.
-        sizes: bytes for each other rank, one measurement each.
-    """
+    """Measure all algorithms on all classes of links; every rank must exhaust the iterator."""
     groups = link_groups(world, nodes)
     # with nodes of different sizes some ranks would have no partner in another node
     has_two_steps = {"inside", "across"} <= groups.keys() and len(set(map(nodes.count, nodes))) == 1
@@ -114,11 +108,7 @@ def _slowest(world: World, seconds: float) -> float:
 
 def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:
     """Fit links to the all-to-all measurements: latency by the smallest, bandwidth by the largest. Links without a
-    measurement are `USUAL_NETWORK`'s.
-
-    Args:
-        nodes: the node of each rank.
-    """
+    measurement are `USUAL_NETWORK`'s."""
     sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]
     peers = {"inside": max(sizes) - 1, "across": len(sizes) - 1}
     sharing = {"inside": 1, "across": max(sizes)}

@@ -38,7 +38,6 @@ def dense_degrees(
     """Factor the ranks for the dense layers.
 
     Args:
-        num_ranks: number of ranks of the world.
         dp_shard: ranks that share one copy's parameters; None: num_ranks / (dp_replicate * tp).
     """
     given = dp_replicate * tp * (dp_shard or 1)

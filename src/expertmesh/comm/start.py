@@ -70,12 +70,6 @@ def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float
 
     Each rank other than 0 takes a new question number, which only the living rank 0 can answer. Rank 0 answers all
     questions, dead ranks' too, until every rank has acknowledged the new name.
-
-    Args:
-        store: store shared by all ranks; dead ranks may have used it.
-        rank: the rank of this process.
-        num_ranks: number of ranks; all must call.
-        timeout_s: timeout of the whole exchange.
     """
     if rank:
         number = store.add("expertmesh/questions", 1)

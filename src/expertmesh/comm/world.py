@@ -18,11 +18,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 def device_type_of(backends: str, *, has_gpu: bool) -> str:
-    """Device type of the tensors of a process group: "cuda" if it has NCCL for them and there is a GPU, else "cpu".
-
-    Args:
-        backends: the group's backends in torch's format: "cpu:gloo,cuda:nccl".
-    """
+    """Device type of the tensors of a process group: "cuda" if it has NCCL for them and there is a GPU, else "cpu"."""
     return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
 
 

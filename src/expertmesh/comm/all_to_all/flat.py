@@ -36,8 +36,6 @@ class AsyncCounts:
 
     Args:
         counts_PC: (n, C) int64, row i for the group's i-th rank; columns are independent counts.
-        group: the group of n ranks.
-        where: layer and purpose, for the byte counter and for errors.
     """
 
     def __init__(self, counts_PC: Tensor, group: RankGroup, *, where: str) -> None:
