@@ -305,9 +305,6 @@ def _plan_of(
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
     """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are sharded.
-
-    Args:
-        num_parts: shards that each dense parameter will be cut into.
     """
     total = 0.0
     for parameter in model.parameters():

@@ -56,9 +56,6 @@ def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:
 
     Ranks compute the same bits on equal processors. On different processors a tie may be broken differently; ranks that
     continue with different tokens would then deadlock.
-
-    Args:
-        model: any model, sharded by `spread_for_inference` or not.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     dispatchers = (module.dispatcher for module in modules if isinstance(module, MoELayer))

@@ -180,7 +180,6 @@ def backend_for(device_type: str, *, on_host: bool) -> str:
     """Backend of torch's process group for collectives of a device.
 
     Args:
-        device_type: "cpu" or "cuda".
         on_host: whether collectives also take tensors in host memory, which NCCL does not.
     """
     if device_type != "cuda":

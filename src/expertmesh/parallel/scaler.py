@@ -14,7 +14,6 @@ class LossScaler(torch.amp.GradScaler):
 
     Args:
         enabled: whether losses are scaled; if not, the scale is 1.
-        ranks: the ranks; None: this process alone.
     """
 
     def __init__(self, device_type: str, *, enabled: bool, ranks: Ranks | None = None) -> None:

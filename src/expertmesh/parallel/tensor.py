@@ -197,11 +197,6 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     """Give every module of a model its style from the plan, or `Whole`. Experts must be sharded before.
 
     The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
-
-    Args:
-        model: the model, with the same parameters on all ranks.
-        mesh: one-dimensional mesh of the ranks that share sequences.
-        group: the same ranks.
     """
     check_plan(model, plan, num_ranks=group.size)
     modules = dict(model.named_modules())
@@ -227,12 +222,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
 
 
 def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
-    """Check, before a model is changed, that it fits a tensor plan; torch's own styles are not checked.
-
-    Args:
-        model: the model without styles.
-        num_ranks: number of ranks that share sequences.
-    """
+    """Check, before a model is changed, that it fits a tensor plan; torch's own styles are not checked."""
     _refuse_shared(model)
     modules, cuts = dict(model.named_modules()), dict[str, Mapping[str, int]]()
     for pattern, style in plan.items():

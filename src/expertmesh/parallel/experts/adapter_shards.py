@@ -32,9 +32,7 @@ def shard_adapters(
 
     Args:
         adapters: with whole factors, or on the meta device.
-        world: all ranks.
         split: how the ranks hold the experts and compute them.
-        layer: name for the byte counter.
         sums: whether gradients are summed over ranks with the same part of a factor.
     """
     degrees = split.storage

@@ -73,7 +73,6 @@ class LayerChooser:
     """Chooses dispatch options for one layer, alike on all ranks.
 
     Args:
-        tuner: tuner of all layers of its shape.
         num_ranks: W, ranks that hold its experts.
         world_size: number of ranks over which times are averaged.
     """

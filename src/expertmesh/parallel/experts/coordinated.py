@@ -110,11 +110,7 @@ class CoordinatedDispatcher:
 
 
 class CoordinatedRoundTrip:
-    """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`.
-
-    Args:
-        tokens: tokens of the group, the same on all of its ranks.
-    """
+    """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`."""
 
     def __init__(self, dispatcher: CoordinatedDispatcher, tokens: Dispatched) -> None:
         self._way, self._num_tokens = dispatcher, len(tokens.x_TD)

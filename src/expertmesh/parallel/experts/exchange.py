@@ -259,7 +259,6 @@ class Fixed(Exchange):
     """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few tokens at a time.
 
     Args:
-        route: ranks of the tokens.
         bound: maximum number of tokens of a rank per call.
     """
 

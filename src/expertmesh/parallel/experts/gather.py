@@ -280,11 +280,7 @@ class GatheredWeights:
         return first.wait()
 
     def parameters(self, whole: GatheredTensors, *, num_calls: int = 1) -> ExpertParameters:
-        """Parameters of the experts that this rank computes, from gathered weights; differentiable.
-
-        Args:
-            num_calls: calls of the experts with these weights, whose gradients are added.
-        """
+        """Parameters of the experts that this rank computes, from gathered weights; differentiable."""
         flat = list(chain.from_iterable(whole))
         shards = self.source.shards()
         self._wanted = [shard.requires_grad for shard in shards]

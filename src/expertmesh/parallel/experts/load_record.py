@@ -75,11 +75,7 @@ class Repetitions:
 
 
 class LoadRecord:
-    """Choices per expert over all ranks, in the last call with gradients and in the last without.
-
-    Args:
-        num_ranks: ranks over which counts are summed.
-    """
+    """Choices per expert over all ranks, in the last call with gradients and in the last without."""
 
     def __init__(self, num_experts: int, *, num_ranks: int) -> None:
         self._num_experts, self._num_ranks = num_experts, num_ranks

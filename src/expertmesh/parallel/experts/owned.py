@@ -44,11 +44,7 @@ def refuse_engine(layer: str, *_: object) -> None:
 
 
 def check_left_alone(experts: nn.Module, *, layer: str) -> None:
-    """Raise ConfigError where a wrapper would average, or cut, what differs between the ranks that own it.
-
-    Args:
-        experts: this rank's modules, at the start of a forward.
-    """
+    """Raise ConfigError where a wrapper would average, or cut, what differs between the ranks that own it."""
     own = list(experts.parameters())
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):
         raise ConfigError(

@@ -51,7 +51,6 @@ class PackedGather:
     Args:
         shards: this rank's tensors by name.
         axes: axis of each tensor that is cut into f slices.
-        where: name for errors and the byte counter.
     """
 
     def __init__(

@@ -184,11 +184,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class LocalTokens:
-    """Tokens whose hot experts come to them.
-
-    Args:
-        tokens: tokens of this rank, with global expert ids; choices of other experts are skipped.
-    """
+    """Tokens whose hot experts come to them."""
 
     def __init__(self, tokens: Dispatched, weights: ReplicatedWeights, num_experts: int) -> None:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts

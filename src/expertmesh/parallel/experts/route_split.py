@@ -68,12 +68,7 @@ class RouteSplit:
 
 
 def make_split(storage: ExpertDegrees, route_degree: int | None) -> RouteSplit:
-    """Split for a route_degree.
-
-    Args:
-        storage: how the ranks hold the experts.
-        route_degree: a divisor of the storage's ranks; None: all of them.
-    """
+    """Split for a route_degree."""
     W = storage.num_ranks
     if route_degree is None:
         return RouteSplit(storage, W)

@@ -74,7 +74,6 @@ class ExpertShards(ABC):
     Args:
         world: all ranks; every one must construct it.
         degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
-        layer: name for errors and the byte counter.
         plain: parameters stay the objects that they are, with this rank's experts as plain tensors, and gradients are
             not summed over replicas: for an engine that has the parameters and sums their gradients itself.
     """
@@ -136,7 +135,6 @@ class ExpertShards(ABC):
         """Start to gather the weights that this rank computes with under a split; None: nothing to gather.
 
         Args:
-            split: the same on all ranks.
             dtype: dtype of the gathered weights; None: the parameters' own.
         """
 
@@ -266,7 +264,6 @@ class ExpertStorage(ExpertShards):
         """Start to gather the weights that this rank computes with under a split.
 
         Args:
-            split: the same on all ranks.
             dtype: dtype of the gathered weights (autocast's); None: the parameters' own.
         """
         dtype = dtype or self.shards()[0].dtype

@@ -272,11 +272,7 @@ class Trial:
 
 
 class Tuner:
-    """Chooses dispatch options for all layers of one shape.
-
-    Args:
-        on_settled: called with all settled options when a bucket is settled.
-    """
+    """Chooses dispatch options for all layers of one shape."""
 
     def __init__(
         self,
