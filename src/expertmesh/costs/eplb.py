@@ -77,7 +77,6 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
     """Number of slots of each expert: the next slot goes to the expert with most load per copy.
 
     Args:
-        num_slots: slots in all, from 1 to `most` per expert.
         most: largest number of copies of an expert; a second one on the same rank would be of no use.
     """
     copies = [1] * len(loads)

@@ -40,11 +40,7 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Refuse sizes that `check_hub_sizes` lets pass and that do not fit one another.
-
-    Args:
-        values: the values of a config.json, or of its `text_config`, without nulls.
-    """
+    """Refuse sizes that `check_hub_sizes` lets pass and that do not fit one another."""
     heads = values["num_attention_heads"]
     if heads and "kv_lora_rank" not in values:
         keys = values.get("num_key_value_heads", heads)

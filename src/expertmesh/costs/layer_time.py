@@ -81,13 +81,7 @@ def _rows(
 def step_time(
     way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
-    """Modelled time of one step of a layer.
-
-    Args:
-        way: dispatch options, all given; "auto" counts as flat.
-        route: the ranks of its route_degree.
-        machine: links and speed of a rank.
-    """
+    """Modelled time of one step of a layer."""
     network, W = machine.network, layer.num_ranks
     hot, moving, rows = _rows(way, route, load)
     parts, here = way.overlap_degree or 1, layer.num_experts / len(route.blocks)

@@ -207,7 +207,6 @@ def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> Mod
 
     Args:
         num_rows: rows of embedding and output; 0: a part of a model, which has no last norm.
-        layers: sizes of each layer, in their order.
     """
     found = [_parameter(num_rows * dim, dim, "embedding", cut="model")]
     found.append(_parameter(dim if num_rows else 0, dim, "norm"))
@@ -241,9 +240,6 @@ def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
 
     Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
     dense layers, and shared experts. All layers of one kind count as equal.
-
-    Args:
-        is_part: whether the model is a part, which may have 0 heads and a vocabulary of 0.
     """
     found = values.get("text_config") or values
     if not isinstance(found, Mapping):

@@ -46,11 +46,7 @@ class Efficiency:
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
-    """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest.
-
-    Args:
-        usual: None: as fitted on published rows.
-    """
+    """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest."""
     given = {k: v for k, v in vars(cluster.software).items() if v is not None}
     return replace(usual or Efficiency(), **given)
 
@@ -347,13 +343,6 @@ def _collective_s(
     cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float
 ) -> float:
     """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride` apart.
-
-    Args:
-        cluster: the cluster of the ranks.
-        num_bytes: bytes that each rank has afterwards.
-        ranks: number of ranks of the ring.
-        stride: distance from a rank to the next.
-        count: number of collectives, each of which waits for every hop of its ring.
     """
     if ranks == 1 or not num_bytes:
         return 0.0
@@ -379,9 +368,6 @@ def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
 
     All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes of it
     first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
-
-    Args:
-        raw: seconds at the hardware's peaks.
     """
     old = e.old if raw.stack == "2021" else 1.0
     m = raw.accumulation
