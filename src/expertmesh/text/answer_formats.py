@@ -147,7 +147,6 @@ def format_of(kind: str, template: str, name: str | None = None) -> AnswerFormat
     """Format of thoughts or calls.
 
     Args:
-        kind: "thoughts" or "calls".
         name: name of the format; None: the one that is found in the template.
 
     Returns:

@@ -40,11 +40,7 @@ class ThoughtSyntax(Protocol):
         ...
 
     def is_open(self, prompt: str, said: str = "") -> bool:
-        """Whether an answer begins within a thought.
-
-        Args:
-            said: text of the message that the answer continues; "": none.
-        """
+        """Whether an answer begins within a thought."""
         ...
 
     def is_over(self, prompt: str) -> bool:

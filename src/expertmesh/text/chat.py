@@ -138,11 +138,7 @@ class OwnFormat:
         variables: Mapping[str, Any] = MappingProxyType({}),
         window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
-        """Prompt for an answer of the assistant: the messages, then the assistant's mark.
-
-        Args:
-            variables: variables of a chat template, which this format does not read.
-        """
+        """Prompt for an answer of the assistant: the messages, then the assistant's mark."""
         self._bound.check("\n".join(message["content"] for message in messages), window)
         (pieces,) = self.samples({MESSAGES: messages})
         ids = [i for piece in pieces for i in piece.ids]
@@ -333,11 +329,7 @@ class TemplateFormat:
         variables: Mapping[str, Any] = MappingProxyType({}),
         window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
-        """Prompt for an answer of the assistant.
-
-        Args:
-            variables: further variables of the template, which override the format's own.
-        """
+        """Prompt for an answer of the assistant."""
         messages = [*map(self._with_calls, messages)]
         most = self._bound.most_characters(window)
         most = None if most is None else most + len(_OPEN_END)  # which is cut off again
@@ -492,11 +484,7 @@ def latest_turns(
     window: int,  # maximum tokens of the model
     variables: Mapping[str, Any] = MappingProxyType({}),  # further variables of a chat template
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Latest messages of a conversation that fit into a number of tokens, and their prompt.
-
-    Args:
-        messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
-    """
+    """Latest messages of a conversation that fit into a number of tokens, and their prompt."""
     for first in range(0, len(messages), 2):
         kept = messages[first:]
         try:

@@ -85,11 +85,7 @@ class TokenBound:
         return window * self.longest
 
     def check(self, text: str, window: int | None) -> None:
-        """Raise TextLimitError if a text surely has more tokens than a window.
-
-        Args:
-            window: maximum tokens; None: any number.
-        """
+        """Raise TextLimitError if a text surely has more tokens than a window."""
         if window is None or 4 * len(text) <= window or self.longest is None:
             return
         most = window * self.longest

@@ -62,7 +62,6 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
 
     Args:
         path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the files beside it is used.
-        vocab_size: V of the run's model; None: not known.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
