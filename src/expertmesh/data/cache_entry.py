@@ -31,10 +31,6 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
     The folder appears by one rename, so a killed process leaves no partial entry. Checksums are compared in each call,
     and a damaged entry is computed again.
-
-    Args:
-        folder: folder of the entry; its parent is made.
-        fill: function that writes the entry, with the file `INDEX`, into the folder that it is given.
     """
     if _damage(folder) is None:
         return

@@ -118,11 +118,7 @@ class _SplitSequences:
 
 
 class ConversationData:
-    """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them.
-
-    Args:
-        seed: seed of the order.
-    """
+    """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them."""
 
     version: ClassVar[tuple[int | str, ...]] = (3,)
     """Version of the rows, which is part of the key."""

@@ -229,9 +229,6 @@ def split_documents(
     or go, and when entries are added behind its own. Of a text that occurs several times, the smallest name in the first entry
     counts. If chance leaves a side empty, the text whose name is nearest to the border changes sides.
 
-    Args:
-        validation_fraction: expected share of the texts for validation, in (0, 1).
-
     Returns:
         Training and validation documents. A side is empty only if there are fewer than two different texts.
     """

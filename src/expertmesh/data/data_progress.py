@@ -45,13 +45,7 @@ def notes_known() -> Iterator[None]:
 
 
 class Progress:
-    """Logs every second how much is done.
-
-    Args:
-        verb: the work, as in "read" or "tokenised".
-        total: amount of work; None: unknown.
-        unit: unit of the amounts; with "MB ..." they are given in bytes.
-    """
+    """Logs every second how much is done. `unit`: unit of the amounts; with "MB ..." they are given in bytes."""
 
     def __init__(self, verb: str, *, total: int | None = None, unit: str = TEXT) -> None:
         self._verb, self._total, self._unit = verb, total, unit

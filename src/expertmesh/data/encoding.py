@@ -44,12 +44,7 @@ class NotTextError(ValueError):
 
 
 def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
-    """(encoding, length of its mark) of bytes.
-
-    Args:
-        start: the first bytes, `MOST_OF_A_MARK` or more, if there are so many.
-        encoding: encoding of bytes without a mark; None: UTF-8.
-    """
+    """(encoding, length of its mark) of bytes."""
     for mark, name in _MARKS:
         if start.startswith(mark):
             return name, len(mark)
@@ -58,12 +53,7 @@ def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
 
 
 def decoded(data: bytes, encoding: str | None = None) -> str:
-    """The text of bytes, without its mark.
-
-    Args:
-        data: all bytes of the text.
-        encoding: encoding of bytes without a mark; None: UTF-8.
-    """
+    """The text of bytes, without its mark."""
     name, skipped = encoding_of(data, encoding)
     try:
         text = data[skipped:].decode(name)
@@ -75,11 +65,7 @@ def decoded(data: bytes, encoding: str | None = None) -> str:
 
 
 def remedy(error: NotTextError, option: str = "data.encoding") -> str:
-    """The fix for a file that is no text, as the end of a message.
-
-    Args:
-        option: option that names an encoding; "": there is none.
-    """
+    """The fix for a file that is no text, as the end of a message."""
     if error.reason == BINARY:
         return "; give text"
     name = error.encoding or "NAME"

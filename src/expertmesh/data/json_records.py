@@ -33,7 +33,6 @@ def json_rows(path: Path, *, encoding: str | None, column: str | None, is_lines:
     """The records of a JSON file, each read when it is called.
 
     Args:
-        encoding: encoding of a file without a mark; None: UTF-8.
         is_lines: whether the name stands for an object on each line; else a single object may span lines.
     """
     parts, unit = _parts(path, encoding, is_lines=is_lines)

@@ -16,11 +16,7 @@ _NEEDED = (("prompt", "completion"), ("prompt", *SIDES), SIDES)
 
 
 class PlainForm:
-    """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference.
-
-    Args:
-        path: its file, beside which a hub model has its start tokens; None: it was learned from the corpus.
-    """
+    """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference."""
 
     identity = "plain completions, version 1"
 

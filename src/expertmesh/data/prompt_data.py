@@ -51,7 +51,6 @@ class PromptData:
 
     Args:
         config: options of the data; `encode_with` names the tokenizer, `column` the field of the prompt.
-        seed: seed of the order.
     """
 
     def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, room: int) -> None:

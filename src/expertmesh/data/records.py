@@ -84,9 +84,7 @@ def found_shape(
     """The shape of a file's records, taken from the first record with a shape.
 
     Args:
-        records: the records in their order; unreadable ones are None.
         names: columns of a table, for the message; empty: the fields of the first object.
-        what: subject of the message: "its first object".
     """
     names = list(names)
     for values in records:

@@ -30,9 +30,6 @@ class SampleData(IndexedData):
     """Map-style datasets as the data of a run, collated by torch's `default_collate`.
 
     The key is a digest of the sizes and of some samples of each side, so random augmentation counts as other data.
-
-    Args:
-        seed: seed of the order.
     """
 
     def __init__(self, training: Indexed, validation: Indexed, *, seed: int) -> None:
@@ -74,7 +71,6 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
         samples: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or `Data` already.
         validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained
             on.
-        seed: seed of the order.
     """
     if all(hasattr(samples, name) for name in ("batch", "validation", "key")):
         return samples

@@ -60,11 +60,7 @@ class TokenData:
 def prepare_tokens(
     config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None
 ) -> TokenData:
-    """Find the corpus, train the tokenizer and encode the documents, unless the cache has them.
-
-    Args:
-        corpus: the result of `load_corpus`; None: it is called here.
-    """
+    """Find the corpus, train the tokenizer and encode the documents, unless the cache has them."""
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
     given: Tokenizer | None = None

@@ -13,14 +13,7 @@ from expertmesh.errors import ConfigError
 
 
 class IndexedData:
-    """Base class of data with indexed samples; a subclass makes batches in `_take`.
-
-    Args:
-        seed: seed of the order.
-
-    Attributes:
-        num_validation: number of validation samples.
-    """
+    """Base class of data with indexed samples; a subclass makes batches in `_take`."""
 
     files: Mapping[str, Path] = {}
 

@@ -27,12 +27,7 @@ from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_
 def text_data(
     config: TextConfig, *, vocab_size: int, seed: int, objective: str = "auto"
 ) -> "TextData | ConversationData":
-    """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers.
-
-    Args:
-        seed: seed of the order.
-        objective: what is learned from them (`objective.name`).
-    """
+    """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers."""
     corpus = load_corpus(config)
     _check_objective(corpus, config, objective)
     if corpus.kind == PAIR:
@@ -73,15 +68,7 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
 
 
 class TextData:
-    """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens.
-
-    Args:
-        seed: seed of the order of the windows.
-        corpus: the result of `load_corpus`; None: it is called here.
-
-    Attributes:
-        corpus: the documents.
-    """
+    """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens."""
 
     def __init__(
         self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None
