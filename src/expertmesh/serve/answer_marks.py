@@ -23,11 +23,7 @@ class AnswerMarks:
         self._specials = special_ids(text.tokenizer)
 
     def is_open(self, prompt: Sequence[int], said: str) -> bool | None:
-        """Whether an answer begins within a thought; None: it has no thoughts.
-
-        Args:
-            said: text of the message that the answer continues; "": none.
-        """
+        """Whether an answer begins within a thought; None: it has no thoughts."""
         if self._thoughts is None or self._thoughts.thoughts is None:
             return None
         tail = self._tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)

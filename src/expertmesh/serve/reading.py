@@ -366,11 +366,7 @@ def refuse_unknown(
     known: Iterable[str] = (),  # names of those that are read elsewhere
     harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise RequestError if a field is unknown and its value could change an answer.
-
-    Args:
-        harmless: values without effect of this request, beside `HARMLESS`.
-    """
+    """Raise RequestError if a field is unknown and its value could change an answer."""
     for name, value in (fields or {}).items():
         if value is None or name in known or HARMLESS.get(name) is ANY:
             continue

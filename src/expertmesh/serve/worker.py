@@ -83,7 +83,6 @@ class EngineWorker:
     Args:
         observe: called in the event loop with tokens and seconds of each step, for metrics.
         writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
-        left: called in the thread with the number of unfinished answers of a closed ticket, for metrics.
 
     Attributes:
         num_answers: number of answers of open tickets.
