@@ -41,9 +41,6 @@ def fit_rows(
     """The constants with the least mean error (absolute logarithm), within their bounds.
 
     A pattern search over single constants and pairs: deterministic, about a second for 30 rows.
-
-    Args:
-        bounds: bounds of the constants to fit; others stay as they are.
     """
     best, cost, step = usual, _cost(rows, usual, usual, bounds), _FIRST_STEP
     moves = partial(_moves, bounds)

@@ -31,11 +31,7 @@ class Crossover:
 
 
 def scaling(problem: Problem) -> list[Scaled]:
-    """The best layout for throughput on each number of devices, a step's tokens growing with them.
-
-    Args:
-        problem: a problem on any number of devices; its tokens per device are kept, at least one sequence each.
-    """
+    """The best layout for throughput on each number of devices, a step's tokens growing with them."""
     each = max(problem.batch // problem.cluster.num_gpus, 1)
     found = []
     for number in SIZES:

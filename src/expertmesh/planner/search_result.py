@@ -73,11 +73,7 @@ class SearchResult:
 
 
 def flags_of(candidate: Candidate, config: RunConfig | None = None) -> list[str]:
-    """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run.
-
-    Args:
-        config: configuration of the recipe that the options change; None: unknown.
-    """
+    """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run."""
     layout, problem = candidate.layout, candidate.problem
     work = problem.work
     is_ours = work.states in OURS and work.stack == "eager" and work.precision != "float8"

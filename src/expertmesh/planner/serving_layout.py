@@ -329,10 +329,6 @@ class Serving:
 
 def with_most_sequences(way: Serving, token_s: float) -> Serving | None:
     """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each device.
-
-    Args:
-        way: the layout; its batch does not count.
-        token_s: most seconds per token, the prompts in between included.
     """
     step = max(way.cluster.num_gpus // way.tp_degree, 1)
 
