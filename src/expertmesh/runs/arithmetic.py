@@ -51,7 +51,6 @@ def chosen(products: Sequence[Product], *, has_amx: bool | None = None) -> Arith
     """The choice of `auto` on this CPU: BF16 where AMX multiplies products of this size faster, else FP32.
 
     Args:
-        products: products that dominate a step; empty: `USUAL_PRODUCTS`.
         has_amx: whether the processor has AMX; None: ask it.
     """
     products = products or USUAL_PRODUCTS
@@ -71,9 +70,6 @@ def threads_for(products: Sequence[Product]) -> int:
     """Number of threads for products: the square root of their mean size, in products that need two.
 
     N threads take 1 / N of the multiplication, and waiting for N threads grows with N; the sum is least at such a root.
-
-    Args:
-        products: products that dominate a step; empty: `USUAL_PRODUCTS`.
     """
     products = products or USUAL_PRODUCTS
     count = sum(p.count for p in products)

@@ -41,12 +41,7 @@ def digest_of(weights: Path) -> str:
 
 
 def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
-    """Check that adapters are continued on the weights that they were trained on.
-
-    Args:
-        saved: record in the checkpoint.
-        where: the checkpoint, for errors.
-    """
+    """Check that adapters are continued on the weights that they were trained on."""
     before = _record(saved, where=where)
     if before["digest"] != own["digest"]:
         raise ConfigError(

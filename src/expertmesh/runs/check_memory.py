@@ -20,12 +20,7 @@ FAR = 4
 def check_weights(
     family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
 ) -> None:
-    """Refuse a trained model whose weights alone are far beyond the memory, before it is built.
-
-    Args:
-        family: family of the model, which knows its costs; without known costs a model passes.
-        num_ranks: ranks that may share the weights.
-    """
+    """Refuse a trained model whose weights alone are far beyond the memory, before it is built."""
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     costs = family.costs_of(alone, num_ranks=1, dtype="float32")
     if costs is None:

@@ -71,11 +71,7 @@ class Precision:
         return multiplying_by(self.arithmetic.library)
 
     def scaler(self, ranks: Ranks | None = None) -> LossScaler:
-        """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients.
-
-        Args:
-            ranks: ranks over which gradients are sharded; None: this process alone.
-        """
+        """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients."""
         is_needed = self.compute_dtype == torch.float16
         return LossScaler(self.device.type, enabled=is_needed, ranks=ranks)
 

@@ -293,11 +293,7 @@ class Run:
                 raise CheckpointError(f"run {self.path}: has no {name}; restore it from a copy")
 
     def with_weights(self, ranks: Ranks | None = None) -> "Run":
-        """The run with its newest undamaged checkpoint, which is read to compare its checksums.
-
-        Args:
-            ranks: ranks that share the reading; every one must call. None: this process alone.
-        """
+        """The run with its newest undamaged checkpoint, which is read to compare its checksums."""
         (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
             return self
@@ -315,11 +311,7 @@ class Run:
         check_run(self.path, values, state, self.family, where=self.checkpoint)
 
     def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
-        """The chosen weights, by the names of the model's state dict.
-
-        Args:
-            dtype: type of a hub model's weights; None: the type of its files.
-        """
+        """The chosen weights, by the names of the model's state dict."""
         if self.is_quantized:
             return open_quantized(self.path, self.config)
         if not self.is_hub:
@@ -361,11 +353,7 @@ class Run:
 
 
 def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
-    """A finished or stopped run, without its weights and without locking it.
-
-    Args:
-        family: family of the model, if it is none of this package.
-    """
+    """A finished or stopped run, without its weights and without locking it."""
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
     return Run(folder.path, config, family)
@@ -400,11 +388,7 @@ def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
 
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
-    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base.
-
-    Args:
-        dtype: type of the weights of a base in the hub's format; None: the type of its files.
-    """
+    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base."""
     own, found = Checkpoint(checkpoint, prefix="model."), find_base(checkpoint)
     if found is None:
         return own
