@@ -99,12 +99,7 @@ class Parameter:
         return None if self.cut is None else self.axes.index(self.cut)
 
     def inside(self, prefix: str, hub_prefix: str = "", *, layer: int | None = None) -> "Parameter":
-        """Copy of the parameter, placed inside a module.
-
-        Args:
-            prefix: of its name, such as `layers.3.`.
-            hub_prefix: of its names in checkpoints of the hub.
-        """
+        """Copy of the parameter, placed inside a module."""
         hub = tuple(hub_prefix + name for name in self.hub)
         return replace(self, name=prefix + self.name, hub=hub, layer=layer)
 

@@ -23,9 +23,6 @@ def block_size(width: int) -> int:
 
     It depends on the whole tensor alone, so that every layout over ranks has the same blocks.
 
-    Args:
-        width: length of the whole last axis.
-
     Example:
         >>> from expertmesh.spec.moments import block_size
         >>> block_size(4096), block_size(128), block_size(3)
