@@ -18,11 +18,7 @@ _CURVES = ("loss", "lr", "grad_norm", "load_imbalance", "dropped_fraction", "dea
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """Read a run as plain values for the page.
-
-    Args:
-        path: the run directory; neither a checkpoint nor the data is needed.
-    """
+    """Read a run as plain values for the page."""
     folder = RunDir(path)
     config, recipe = folder.read_values()
     lines = read_metrics(folder.metrics)

@@ -39,7 +39,6 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     """Experts that every layer chooses for every token of a text, and their routing weights.
 
     Args:
-        model: a language model; evaluation mode.
         ids: tokens, at least one.
 
     Returns:

@@ -26,9 +26,6 @@ def training_samples(
 
     No random number is drawn.
 
-    Args:
-        model: the model; its mode is restored.
-
     Returns:
         For each sample its "prompt" and "text"; [] for an encoder-decoder.
     """
