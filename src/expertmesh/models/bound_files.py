@@ -28,12 +28,7 @@ def hashes_in(run: Path, family: Family) -> dict[str, str]:
 def check_files(
     files: Mapping[str, Path], state: Mapping[str, Any], family: Family, *, where: Path
 ) -> None:
-    """Check that files are those that a checkpoint was trained with.
-
-    Args:
-        state: values of the checkpoint.
-        where: path of the checkpoint, for errors.
-    """
+    """Check that files are those that a checkpoint was trained with."""
     known = state.get(RECORD)
     if not isinstance(known, Mapping):
         return
@@ -53,12 +48,7 @@ def check_files(
 def check_run(
     run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path
 ) -> None:
-    """Check that one of a run's checkpoints was trained with the files of the run.
-
-    Args:
-        state: values of the checkpoint.
-        where: path of the checkpoint, for errors.
-    """
+    """Check that one of a run's checkpoints was trained with the files of the run."""
     saved = state.get("config")
     if (
         isinstance(saved, Mapping)

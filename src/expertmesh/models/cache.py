@@ -26,9 +26,6 @@ class KVCache:
     With latent attention there is one allocation, because a single vector per token is both key and value.
 
     The model announces new tokens once with `begin`, then every layer stores its keys and values with `update`.
-
-    Args:
-        config: the config of the model: its max_seq_len, num_layers, cache_heads, cache_size and is_latent are read.
     """
 
     def __init__(
@@ -93,11 +90,7 @@ class KVCache:
             )
 
     def select(self, rows_B: Tensor) -> None:
-        """Reorder the rows: row i becomes a copy of the old row rows_B[i].
-
-        Args:
-            rows_B: (new batch size,) int64, each any number of times.
-        """
+        """Reorder the rows: row i becomes a copy of the old row rows_B[i]."""
         check_tensor("rows_B", rows_B, _ROWS, {"old": self.batch_size})
         seen = self.length
         shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])

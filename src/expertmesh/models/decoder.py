@@ -91,7 +91,6 @@ class EncoderDecoder(CausalLM, Protocol):
         Args:
             ids_BS: (B, S) int64, padded on the right.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: the cache of `new_cache`, still empty.
         """
 
 

@@ -28,11 +28,6 @@ def check_ids(
     ids: Any, *, vocab_size: int, max_len: int | None, name: str = "ids_BS", what: str = "sequence"
 ) -> None:
     """Raise ConfigError unless ids are (sequences, tokens) token ids of nonempty sequences within max_len; zero rows are valid.
-
-    Args:
-        vocab_size: V; ids are below it.
-        max_len: maximum tokens of a sequence; None: checked elsewhere.
-        what: name of a row, such as "sequence" or "source".
     """
     check_tensor(name, ids, _IDS, {"V": vocab_size})
     if max_len is not None and ids.shape[1] > max_len:
@@ -50,9 +45,6 @@ def check_mask(name: str, mask_BS: Any, ids_BS: Tensor) -> None:
 
 def check_home(name: str, value: Tensor, module: nn.Module, weight: Tensor) -> None:
     """Raise ConfigError unless an input is on the device of a module's weight; skipped for sharded weights and hooked modules.
-
-    Args:
-        module: module that receives it.
     """
     if type(weight) in (Tensor, nn.Parameter) and not hasattr(module, "_hf_hook"):
         fix = "call to_empty() and init_weights()" if weight.is_meta else MOVE

@@ -30,11 +30,6 @@ def check_model_arguments(config: Any, kind: type, dtype: Any) -> None:
 
 def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
     """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is "meta".
-
-    Args:
-        model: the model on "meta".
-        device: device of the parameters; None: torch's default.
-        seed: seed of the weights; None: a fresh one from torch's default generator.
     """
     target = torch.get_default_device() if device is None else torch.device(device)
     if target.type != "meta":

@@ -117,11 +117,7 @@ def absent_families() -> str:
 
 
 def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """A validated copy of a configuration.
-
-    Args:
-        changes: new values by dotted name, or in sections; other values of a given section stay.
-    """
+    """A validated copy of a configuration."""
     if not isinstance(changes, Mapping):
         raise ConfigError(
             f"changes={shown(changes)}: must be options and their values; for example {{'train.steps': 20}}"

@@ -271,10 +271,6 @@ def micro_batches(
     task: Task, batch: Batch, size: int, ranks: Ranks
 ) -> Iterator[tuple[slice, Batch]]:
     """Parts of a batch of all ranks: this rank's rows of each micro-batch, and its samples there, cut as all ranks' are.
-
-    Args:
-        batch: samples of all ranks, on the CPU.
-        size: samples of a micro-batch on all ranks.
     """
     count = num_samples(batch)
     for start in range(0, count, size):

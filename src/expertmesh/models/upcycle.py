@@ -237,9 +237,6 @@ def moeify(
 
 class _Saving:
     """`save_pretrained` of an upcycled model of transformers, with a warning that its config does not describe the experts.
-
-    Args:
-        model: the model; the first call restores the `save_pretrained` of its class.
     """
 
     def __init__(self, model: Any) -> None:

@@ -16,14 +16,7 @@ from expertmesh.spec.adapter_counts import adapter_text
 def gpt_costs(
     config: GPTRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
 ) -> RunCosts:
-    """The costs of training a GPT.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+    """The costs of training a GPT."""
     config = _in_sequences(config)
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)

@@ -87,7 +87,6 @@ def spread_gpt_for_engine(
     Args:
         model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its
             weights.
-        world: the ranks.
 
     Returns:
         The degrees, this rank's groups, and the sizes that every step must set.
@@ -154,10 +153,6 @@ def check_degrees(
     model: ModelConfig, config: ParallelConfig, *, num_ranks: int, seq_len: int | None = None
 ) -> list[RouteSplit]:
     """Check the degrees of parallelism of a GPT, before anything is built; returns the splits of its MoE layers' experts.
-
-    Args:
-        num_ranks: the number of ranks of the world.
-        seq_len: tokens of a sequence; None: not known.
     """
     degrees = degrees_of(config, num_ranks=num_ranks)
     moe_layers = [n for n in model.experts_per_layer() if n]

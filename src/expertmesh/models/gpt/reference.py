@@ -31,9 +31,6 @@ def score_pairs(
 
     Training pairs are scored in the order, the micro-batches and the arithmetic of training's first epoch, and validation pairs as
     evaluations take them, so that a model that has not changed has the same bits.
-
-    Args:
-        ranks: ranks that share the work.
     """
     train = task.config.train
     size, B = train.samples_per_pass, train.batch_size

@@ -42,9 +42,6 @@ def prediction_spec(config: ModelConfig) -> ModelSpec:
     """The multi-token-prediction layer of some checkpoints (DeepSeek-V3, section 2.2), which no GPT of ours has.
 
     It uses the model's embedding and output, though some checkpoints repeat them. Published counts include it or not.
-
-    Args:
-        config: the model; the prediction layer has the form of its last layer.
     """
     D, part = config.dim, "prediction"
     rows = [parameter(f"{name}.weight", "norm", part, model=D) for name in ("enorm", "hnorm")]

@@ -159,12 +159,7 @@ class Learned(NamedTuple):
 
     @classmethod
     def of(cls, targets_BS: Tensor, counts_BS: Tensor | None, part: Part) -> "Learned":
-        """Rows of targets (B, S), those whose counts_BS (all ranks' positions) is True. Does not synchronise.
-
-        Args:
-            targets_BS: the targets of this rank.
-            counts_BS: whether each target of all ranks is learned; None: all are.
-        """
+        """Rows of targets (B, S), those whose counts_BS (all ranks' positions) is True. Does not synchronise."""
         targets_T = targets_BS.flatten()
         if counts_BS is None:
             return cls(None, targets_T, None)
