@@ -71,7 +71,6 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         backend: "auto" (triton on a GPU that it supports, else torch), "triton" (our kernels; CPU tensors run in
             Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own operators)
             or "reference" (plain autograd, slow).
-        dtype: the floating-point type of the tensors.
 
     Returns:
         "triton", "torch" or "reference".

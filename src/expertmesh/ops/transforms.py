@@ -42,11 +42,7 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
 
 
 def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
-    """Make the second derivative of an operator an error, instead of a wrong number.
-
-    Args:
-        backward: the operator that computes gradients, a `torch.library.custom_op`.
-    """
+    """Make the second derivative of an operator an error, instead of a wrong number."""
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"{what} has no second derivative; {fix}")

@@ -98,13 +98,7 @@ def gemm_rows(
 
 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
-    """Write the product a b into a tensor, or add it; not seen by autograd.
-
-    Args:
-        a_MK: (M, K).
-        b_KN: (K, N).
-        out_MN: (M, N) of the same dtype.
-    """
+    """Write the product a b into a tensor, or add it; not seen by autograd."""
     if is_worth_it(a_MK, b_KN):
         found = _onednn(a_MK, b_KN)
         if add:

@@ -90,12 +90,7 @@ def _doubled(t: Tensor, sign: int) -> Tensor:
 
 
 def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> RowRange:
-    """Find the calls of a product that give a row the same result, by trials with ordinary and with cancelling rows.
-
-    Args:
-        product: function of rows (M, K) -> (M, ...), with columns from `_doubled`.
-        normal: draws M random rows.
-    """
+    """Find the calls of a product that give a row the same result, by trials with ordinary and with cancelling rows."""
     least, most = 1, LARGE_BLOCK_ROWS
     for trial in range(_TRIALS):
 

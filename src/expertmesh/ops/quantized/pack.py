@@ -20,10 +20,6 @@ def from_nibbles(packed: Tensor) -> Tensor:
 
 def to_words(values: Tensor, bits: int) -> Tensor:
     """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low bits.
-
-    Args:
-        values: int8 numbers of 8 or 4 bits.
-        bits: 8 or 4.
     """
     per_word = 32 // bits
     short = -values.shape[-1] % per_word
