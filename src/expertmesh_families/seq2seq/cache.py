@@ -14,11 +14,7 @@ class Seq2SeqCache(KVCache):
     memory_mask: Tensor | None = None  # (sources, 1, 1, S) bool, False for padding; None: there is none
 
     def branch(self, num_beams: int) -> None:
-        """Repeat every row num_beams times, as neighbouring rows that share its source.
-
-        Args:
-            num_beams: rows per source, at least 1.
-        """
+        """Repeat every row num_beams times, as neighbouring rows that share its source."""
         rows = torch.arange(self.batch_size, device=self._k.device).repeat_interleave(num_beams)
         self.select(rows)
 

@@ -61,14 +61,7 @@ def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
 def seq2seq_costs(
     config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
 ) -> RunCosts:
-    """The costs of training an encoder-decoder.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+    """The costs of training an encoder-decoder."""
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
     spec = seq2seq_spec(model)

@@ -70,9 +70,6 @@ class Mixture:
 
     In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in epochs of
     its own, so no example is repeated before all others of the task were drawn.
-
-    Args:
-        seed: seed of the order.
     """
 
     def __init__(

@@ -128,10 +128,6 @@ class _InOrder:
 
 def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
     """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
-
-    Args:
-        text: text without blanks around it.
-        fits: returns whether a piece is short enough.
     """
     if len(text) < 2 or fits(text):
         return [text]

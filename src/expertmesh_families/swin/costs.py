@@ -53,14 +53,7 @@ def _activation_elements(config: SwinConfig) -> int:
 def swin_costs(
     config: SwinRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
 ) -> RunCosts:
-    """The costs of training a Swin Transformer.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+    """The costs of training a Swin Transformer."""
     model, train, spec = config.model, config.train, swin_spec(config.model)
     sizes = SampleSizes(spec, _activation_elements(model))
     return RunCosts(

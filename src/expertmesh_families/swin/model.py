@@ -231,11 +231,7 @@ class SwinBlock(FeedForward):
 
 
 class PatchMerging(nn.Module):
-    """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x).
-
-    Args:
-        is_v2: whether the variant is V2.
-    """
+    """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x)."""
 
     def __init__(self, dim: int, *, is_v2: bool, eps: float, **place: Any) -> None:
         super().__init__()
