@@ -58,10 +58,7 @@ def make_experts(
             **_of_all_mlps(options),
             **place,
         )
-    if isinstance(experts, nn.ModuleList):
-        modules = [*experts]
-    else:
-        modules = [experts(e) for e in range(options.num_experts)]
+    modules = [*experts] if isinstance(experts, nn.ModuleList) else [experts(e) for e in range(options.num_experts)]
     check_modules(modules)
     return ExpertList(modules, backend=options.backend)
 

@@ -74,10 +74,7 @@ class ExpertPaging:
             check_range_of_ids(found[0], found[-1], E)
         needed = [e for e in found if e < E]
         self.counts.useful += len(coming.intersection(needed))
-        if len(needed) > self.num_slots:
-            weights = self._past_the_slots(needed)
-        else:
-            weights = self._in_slots(needed)
+        weights = self._past_the_slots(needed) if len(needed) > self.num_slots else self._in_slots(needed)
         self._fetch_ahead(x_TD)
         # tokens may come in the wider type of the products
         return weights.to(x_TD.dtype) if self._is_cast else weights

@@ -334,10 +334,7 @@ class TemplateFormat:
         most = self._bound.most_characters(window)
         most = None if most is None else most + len(_OPEN_END)  # which is cut off again
         wish = {"variables": variables, "most": most}
-        if continues:
-            text = self._open(messages, tools, wish)
-        else:
-            text = self._render(messages, tools, asks=asks, **wish)
+        text = self._open(messages, tools, wish) if continues else self._render(messages, tools, asks=asks, **wish)
         self._bound.check(text, window)
         if (token := self._quoted([messages, tools, dict(variables)])) is not None:
             raise ConfigError(

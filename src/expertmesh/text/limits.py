@@ -61,10 +61,7 @@ class TokenBound:
         """Bytes of normalized text that one token can stand for; None: any number."""
         model, vocab = self._tokenizer.model, self._tokenizer.get_vocab(with_added_tokens=False)
         is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
-        if is_byte_level:
-            needed = {*pre_tokenizers.ByteLevel.alphabet()} - IN_NO_TEXT
-        else:
-            needed = {*BYTE_TOKENS}
+        needed = {*pre_tokenizers.ByteLevel.alphabet()} - IN_NO_TEXT if is_byte_level else {*BYTE_TOKENS}
         is_whole = isinstance(model, models.BPE) and (is_byte_level or model.byte_fallback)
         if not is_whole or not needed <= vocab.keys() or not all(map(_keeps, self._steps)):
             return None

@@ -215,10 +215,7 @@ class SwinBlock(FeedForward):
             factors_2B: (2, B) factors of the attention and MLP branches for each image; None: 1.
         """
         of_attention, of_ffn = (None, None) if factors_2B is None else factors_2B
-        if self.is_v2:
-            y = self.attention_norm(self.attention(x_BHWD))
-        else:
-            y = self.attention(self.attention_norm(x_BHWD))
+        y = self.attention_norm(self.attention(x_BHWD)) if self.is_v2 else self.attention(self.attention_norm(x_BHWD))
         x_BHWD = x_BHWD + scaled(y, of_attention)
         y = x_BHWD if self.is_v2 else self.ffn_norm(x_BHWD)
         per_image = y.shape[1] * y.shape[2]
