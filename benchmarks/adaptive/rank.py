@@ -119,8 +119,8 @@ def exchange(job: dict[str, Any], world: World) -> Any:
     x_TD, weights_TK = torch.randn(T, job["dim"]), torch.rand(T, K)
 
     def go(is_flat: bool, tokens: Dispatched) -> None:
-        pieces = dispatcher.num_pieces(tokens.expert_ids_TK.shape[1], x_TD, 1)
-        (dispatch_handle,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
+        chunks = dispatcher.num_chunks(tokens.expert_ids_TK.shape[1], x_TD, 1)
+        (dispatch_handle,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, chunks)
         dispatch_handle.start_home(dispatch_handle.finish().x_TD).finish()
 
     tokens = Dispatched(x_TD, ids_TK, weights_TK)

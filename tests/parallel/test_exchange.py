@@ -154,8 +154,8 @@ class Order:
     def __init__(self, exchange):
         self.notes, start_parts = [], exchange.start_parts
 
-        def noted(tokens, num_parts, num_pieces):
-            dispatch_handles = start_parts(tokens, num_parts, num_pieces)
+        def noted(tokens, num_parts, num_chunks):
+            dispatch_handles = start_parts(tokens, num_parts, num_chunks)
             for i, dispatch_handle in enumerate(dispatch_handles):
                 for name in ("advance", "finish", "start_home"):
                     self.note(dispatch_handle, name, i)

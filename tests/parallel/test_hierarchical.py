@@ -37,8 +37,8 @@ def test_nodes_of_four_ranks(four_ranks, nodes, tokens):
 
 
 @pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
-def test_tokens_cross_in_pieces(four_ranks, nodes):
-    """Pieces without tokens included, and pieces of parts."""
+def test_tokens_cross_in_chunks(four_ranks, nodes):
+    """Chunks without tokens included, and chunks of parts."""
     four_ranks.run(exact, nodes, [{}, {"overlap_degree": 2}], TOKENS, 64)
 
 
@@ -63,7 +63,7 @@ def bytes_across(nodes):
     weights_TK = torch.rand(20, 3, dtype=torch.float64, requires_grad=True)
     with world.traffic.logged() as log:
         (dispatch_handle,) = exchange.start_parts(
-            Dispatched(x_TD, ids_TK, weights_TK), 1, num_pieces=3
+            Dispatched(x_TD, ids_TK, weights_TK), 1, num_chunks=3
         )
         arrived = dispatch_handle.finish()
         y_TD = dispatch_handle.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()

@@ -304,7 +304,7 @@ def test_trials_whose_times_do_not_come_are_made_again():
         if tuner.settled:
             break
         if trial is not None and call > 20_000 and call % 2:
-            tuner.report(trial, 1.0 + (trial.way.replicated_experts or 0))
+            tuner.report(trial, 1.0 + (trial.dispatch.replicated_experts or 0))
     assert sum(begun[:20_000]) < 10 * sum(begun[:50]), "ever more seldom"
     assert call > 20_000 and tuner.settled[bucket.key].replicated_experts == 0
 

@@ -214,7 +214,7 @@ WHO_MAY = {
         "integrations/hub/save.py",
     },
     # and who begins rows of plain texts with the start tokens of the folder
-    ("told_by_files",): {"runs/open.py", "data/plain_completions.py"},
+    ("options_of_files",): {"runs/open.py", "data/plain_completions.py"},
     ("spread_for_inference",): {"runs/open.py"},
 }
 """Calls by which a model was put together in nine places, and who makes them."""

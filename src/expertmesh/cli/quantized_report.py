@@ -32,11 +32,11 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
     print(f"{folder}: experts in {scheme.format}{groups}")
     total = sum(sizes.values())
     print(f"  {total:,} bytes, of which {sizes['experts']:,} are the experts'")
-    told = _told(folder)
-    if told.get("bytes_before"):
-        share = total / told["bytes_before"]
-        print(f"  before {told['bytes_before']:,} bytes: {share:.0%} are left")
-    source = told.get("source")
+    report = _report(folder)
+    if report.get("bytes_before"):
+        share = total / report["bytes_before"]
+        print(f"  before {report['bytes_before']:,} bytes: {share:.0%} are left")
+    source = report.get("source")
     try:
         if source is None:
             raise ConfigError("nothing says what it was made of")
@@ -48,7 +48,7 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
         print(f"not measured beside what it was made of: {error}")
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _report(folder: Path) -> dict[str, Any]:
     from expertmesh.config.base import parse_json
     from expertmesh.runs.quantized import REPORT
 

@@ -68,10 +68,10 @@ class StepTime:
 
 
 def _rows(
-    way: DispatchOptions, route: RouteShape, load: TokenLoad
+    dispatch: DispatchOptions, route: RouteShape, load: TokenLoad
 ) -> tuple[tuple[int, ...], TokenLoad, float]:
     """(replicated experts, load that travels, rows of the rank with most rows)."""
-    hot = hottest(load.shares, way.replicated_experts or 0) if route.route_degree > 1 else ()
+    hot = hottest(load.shares, dispatch.replicated_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
     fullest = max(moving.block_shares(route.num_blocks)) * route.num_blocks
     stay = sum(load.shares[e] for e in hot)
@@ -79,18 +79,18 @@ def _rows(
 
 
 def step_time(
-    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
+    dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
     """Modelled time of one step of a layer."""
     network, W = machine.network, layer.num_ranks
-    hot, moving, rows = _rows(way, route, load)
-    parts, here = way.overlap_degree or 1, layer.num_experts / len(route.blocks)
+    hot, moving, rows = _rows(dispatch, route, load)
+    parts, here = dispatch.overlap_degree or 1, layer.num_experts / len(route.blocks)
     rows += machine.rows_of_a_part * parts * here
     passes = 3 if layer.trains else 1
     products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
     ways = 2 if layer.trains else 1
     travel = travel_time(
-        way.all_to_all or "flat",
+        dispatch.all_to_all or "flat",
         route,
         moving,
         network,
@@ -116,14 +116,14 @@ def step_time(
 
 
 def extra_bytes(
-    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
+    dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
 ) -> float:
     """Bytes that a rank needs for given dispatch options, beside the layers' shards.
 
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does
     not gather again. Gradients, and weights that are gathered again, are held for one layer at a time.
     """
-    hot, _, rows = _rows(way, route, load)
+    hot, _, rows = _rows(dispatch, route, load)
     here = layer.num_experts / len(route.blocks) if route.num_gathering > 1 else 0
     gathered, replicated = here * layer.expert_elements, len(hot) * layer.expert_elements
     row = layer.dim + layer.num_matrices * layer.hidden_dim

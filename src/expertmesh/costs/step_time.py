@@ -222,9 +222,9 @@ def _layer_line(
 ) -> _LayerLine:
     """The line through `layer_time.step_time` at no token and at many: the time is linear in tokens."""
     many = 1e6
-    way = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
+    dispatch = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
     none, some = (
-        step_time(way, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many)
+        step_time(dispatch, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many)
     )
     fixed = none.products_s, none.travel_s - none.across_s, none.across_s
     found = some.products_s, some.travel_s - some.across_s, some.across_s

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from expertmesh.config.text import TextConfig
-from expertmesh.data.candidates import ENTRIES, Told, find_documents, option_of
+from expertmesh.data.candidates import ENTRIES, Notices, find_documents, option_of
 from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
@@ -74,9 +74,9 @@ def load_corpus(config: TextConfig) -> Corpus:
     Documents are ordered by a hash of their names. With `max_bytes`, the first documents are used until their texts have
     that many bytes. Documents of identical text go to the same side: the side of the smallest of their names.
     """
-    told = Told()
-    left_out = told.left_out
-    source, candidates = find_documents(config, told)
+    notices = Notices()
+    left_out = notices.left_out
+    source, candidates = find_documents(config, notices)
     documents, num_bytes, left_unread, fix = [], 0, 0, _GIVE_TEXT
     kinds: dict[str, str] = {}
     not_talks: dict[str, str] = {}
@@ -132,7 +132,7 @@ def load_corpus(config: TextConfig) -> Corpus:
             f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different text{'s' * (different > 1)} "
             f"cannot be split into training and validation, which equal texts do not cross{without}"
         )
-    notes = _notes(training, validation, config, told, not_talks)
+    notes = _notes(training, validation, config, notices, not_talks)
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
             f"{option_of(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces "
@@ -172,28 +172,28 @@ def _notes(
     training: list[Document],
     validation: list[Document],
     config: TextConfig,
-    told: Told,
+    notices: Notices,
     not_talks: dict[str, str],
 ) -> list[str]:
     """Notes for the user on the texts; `not_talks` maps fields of conversations that stand beside a text to an example."""
     notes = _note_of_split(training, validation, config)
-    if told.left_out.total:
-        notes.append(f"{option_of(config)}: left out: {told.left_out}; {NAMES_ALL}")
-    if told.as_text.total:
+    if notices.left_out.total:
+        notes.append(f"{option_of(config)}: left out: {notices.left_out}; {NAMES_ALL}")
+    if notices.as_text.total:
         notes.append(
-            f"{option_of(config)}: learned as they stand: {told.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
+            f"{option_of(config)}: learned as they stand: {notices.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
         )
     for fields, where in not_talks.items():
         notes.append(
             f"{option_of(config)}: the 'text' of records is learned whole, and they have {fields}, too (for example {where}); to learn"
             f" answers alone, take 'text' out of the records; else say so: {named('data.column', 'text')}"
         )
-    if told.unnamed.total:
+    if notices.unnamed.total:
         ending = (
-            ".json, or .jsonl for objects on lines" if ENTRIES in told.unnamed.counts else ".jsonl"
+            ".json, or .jsonl for objects on lines" if ENTRIES in notices.unnamed.counts else ".jsonl"
         )
         notes.append(
-            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in {ending}"
+            f"{option_of(config)}: learned as they stand: {notices.unnamed}; to read their texts, end the names in {ending}"
         )
     return notes
 

@@ -52,7 +52,7 @@ class PairData(ConversationData):
 
     @staticmethod
     def rows_of(
-        talk: Conversation, name: str, form: ChatFormat | PlainForm, seq_len: int, told: LeftOut
+        talk: Conversation, name: str, form: ChatFormat | PlainForm, seq_len: int, left_out: LeftOut
     ) -> Iterator[LearnedRow]:
         """Two sequences, of the chosen and the rejected answer, or none."""
         prompt = [_unlearned(message) for message in talk[MESSAGES]]
@@ -63,14 +63,14 @@ class PairData(ConversationData):
             whole = {**rest, MESSAGES: [*prompt, *talk[side]]}
             found = list(rows_of_talk(whole, name, form, seq_len, said))
             if len(found) != 1:
-                told.add(_SEVERAL if found else next(iter(said.counts)), name)
+                left_out.add(_SEVERAL if found else next(iter(said.counts)), name)
                 return
             rows += found
         if rows[0] == rows[1]:
-            told.add(_EQUAL, name)
+            left_out.add(_EQUAL, name)
             return
         for reason in said.counts:
-            told.add(reason, name)
+            left_out.add(reason, name)
         yield from rows
 
 

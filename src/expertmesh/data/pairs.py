@@ -14,7 +14,7 @@ Pair = dict[str, list[Any]]
 """`messages` of the prompt, and messages of the answers, `chosen` and `rejected`."""
 
 
-def _told(values: Mapping[str, Any]) -> Pair:
+def _with_prompt(values: Mapping[str, Any]) -> Pair:
     """TRL's form with a prompt; an answer that begins with the prompt's turns has the prompt in itself."""
     prompt = said_or_listed("user", values["prompt"])
     sides = [said_or_listed("assistant", values[side]) for side in SIDES]
@@ -23,7 +23,7 @@ def _told(values: Mapping[str, Any]) -> Pair:
     return _pair(prompt, *sides)
 
 
-def _untold(values: Mapping[str, Any]) -> Pair:
+def _without_prompt(values: Mapping[str, Any]) -> Pair:
     """TRL's form without a prompt, which is what both answers begin with."""
     chosen, rejected = (values[side] for side in SIDES)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
@@ -69,12 +69,12 @@ def _rejected_messages(values: Mapping[str, Any]) -> Pair:
 PAIR_FORMS: Mapping[
     tuple[str, ...], tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Pair]]
 ] = {
-    ("prompt", *SIDES): ((), _told),
+    ("prompt", *SIDES): ((), _with_prompt),
     ("conversations", *SIDES): ((), _ranked),
     ("instruction", *SIDES): (("input", "history"), _of_instruction),
     (MESSAGES, "rejected_response"): ((), _rejected_response),
     (MESSAGES, "rejected_messages"): ((), _rejected_messages),
-    SIDES: ((), _untold),
+    SIDES: ((), _without_prompt),
 }
 """Needed fields of each form, with further fields that are read, and the function from a record to its pair."""
 

@@ -8,7 +8,7 @@ from expertmesh.data.pairs import SIDES
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import Conversation, TokenSpan
-from expertmesh.text.format import hub_files, told_by_files
+from expertmesh.text.format import hub_files, options_of_files
 from expertmesh.text.tokenizer import end_of_text_id, own_start
 
 _NEEDED = (("prompt", "completion"), ("prompt", *SIDES), SIDES)
@@ -24,7 +24,7 @@ class PlainForm:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
         own = own_start(tokenizer)
         is_of_hub = path is not None and (
-            bool(hub_files(path.parent)) or "start_ids" in told_by_files(path, tokenizer)
+            bool(hub_files(path.parent)) or "start_ids" in options_of_files(path, tokenizer)
         )
         self._start = list(own if is_of_hub else own or (self._end,))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
-from expertmesh.data.candidates import Told, find_documents, option_of
+from expertmesh.data.candidates import Notices, find_documents, option_of
 from expertmesh.data.conversation_lines import checked
 from expertmesh.data.corpus import Document, split_documents
 from expertmesh.data.data_progress import note
@@ -74,8 +74,8 @@ class PromptData:
         for side in found:
             digest.update(f"{len(side)}\n".encode())
             for one in side:
-                told = json.dumps([one.ids, dict(one.columns)], sort_keys=True, default=str)
-                digest.update(told.encode() + b"\n")
+                record = json.dumps([one.ids, dict(one.columns)], sort_keys=True, default=str)
+                digest.update(record.encode() + b"\n")
         self.key = digest.hexdigest()[:24]
         self.files: dict[str, Path] = {"tokenizer.json": path, **files_of_format(form, path)}
         self.description = (
@@ -147,8 +147,8 @@ _Record = tuple[Mapping[str, Any], str, str]
 def _records(config: TextConfig) -> tuple[str, list[_Record], list[_Record]]:
     """Description of the data, training and validation records."""
     column = config.column or DEFAULT_COLUMN
-    told = Told()
-    source, candidates = find_documents(config.model_copy(update={"column": column}), told)
+    notices = Notices()
+    source, candidates = find_documents(config.model_copy(update={"column": column}), notices)
     documents, found = [], {}
     for name, read, place, own_name, shown in candidates:
         if not isinstance(read, Row) or read.shape is None:
@@ -164,7 +164,7 @@ def _records(config: TextConfig) -> tuple[str, list[_Record], list[_Record]]:
                 name, len(key), hashlib.sha256(key.encode()).digest(), _reader(key), place, own_name
             )
         )
-    for kind in (told.left_out, told.as_text):
+    for kind in (notices.left_out, notices.as_text):
         if kind.total:
             note(Line(f"{option_of(config)}: left out: {kind}"))
     sides = split_documents(documents, config.validation_fraction) if documents else ([], [])

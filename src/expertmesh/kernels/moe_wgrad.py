@@ -31,7 +31,7 @@ def _rows_transposed(
     end_ptr,
     expert_ptr,
     place_ptr,
-    num_pieces_ptr,
+    count_ptr,
     work_ptr,
     out_ptr,
     num_experts,
@@ -56,7 +56,7 @@ def _rows_transposed(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     per_expert = num_m * num_n
-    num_sums = num_experts if work_ptr is None else tl.load(num_pieces_ptr)
+    num_sums = num_experts if work_ptr is None else tl.load(count_ptr)
     for tile in tl.range(tl.program_id(0), num_sums * per_expert, tl.num_programs(0)):
         e = tile // per_expert
         tile_m, tile_n = tile_place(tile % per_expert, num_m, num_n, GROUP_M)
@@ -258,7 +258,7 @@ def weight_grad(
             out.zero_()
         return
     block = tile.block_n if gathered_rows else tile.block_m
-    p = _pieces(rows, config, tile, M, N)
+    p = _split(rows, config, tile, M, N)
     num_sums = num_experts if p is None else p.start.shape[0]
     tiles = num_sums * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     num_programs = min(config.num_programs * tile.programs, tiles)
@@ -292,7 +292,7 @@ def weight_grad(
         add(p, out, accumulate=accumulate)
 
 
-def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
+def _split(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
     """Cut experts with many rows into pieces; None if one expert's tiles keep the GPU busy, or rows are few."""
     most = config.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
     if most < 2:

@@ -13,7 +13,7 @@ from expertmesh.config.base import dotted_values, parse_json, saved_run
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
 from expertmesh.text.tokenizer import EXTRAS
-from expertmesh.text.tokenizer_files import files_in, is_told
+from expertmesh.text.tokenizer_files import files_in, is_read
 
 RECORD = "files"
 """Name of the hashes in the values of a checkpoint; older ones have none."""
@@ -105,7 +105,7 @@ def _hashes(files: Mapping[str, Path], family: Family) -> dict[str, str]:
 
 
 def _is_bound(name: str, family: Family) -> bool:
-    return name in family.files or name.startswith(f"{EXTRAS}/") or is_told(name)
+    return name in family.files or name.startswith(f"{EXTRAS}/") or is_read(name)
 
 
 def _sha256(path: Path) -> str:

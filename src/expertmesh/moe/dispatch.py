@@ -110,7 +110,7 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call it, with any number of tokens, 0 included.
     """
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> RoundTrip:
         """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too."""
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -126,11 +126,11 @@ _AT_HOME = {
 """Values of dispatch options that one process accepts, because they ask for no other process."""
 
 
-def check_at_home(way: DispatchOptions) -> None:
+def check_at_home(dispatch: DispatchOptions) -> None:
     """Raise ConfigError if dispatch options ask a layer on one process for more than one."""
-    _check_options(way)
-    for name in (field.name for field in fields(way)):
-        value = getattr(way, name)
+    _check_options(dispatch)
+    for name in (field.name for field in fields(dispatch)):
+        value = getattr(dispatch, name)
         # not `in`, which would compare a tensor element by element
         if not any(
             value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]
@@ -140,11 +140,11 @@ def check_at_home(way: DispatchOptions) -> None:
             )
 
 
-def _check_options(way: Any) -> DispatchOptions:
+def _check_options(dispatch: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
     fix = "give em.DispatchOptions(route_degree=...)"
-    check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
-    result: DispatchOptions = way
+    check_type("dispatch", dispatch, DispatchOptions, "a DispatchOptions", fix)
+    result: DispatchOptions = dispatch
     return result
 
 
@@ -166,9 +166,9 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
 class LocalDispatcher:
     """Dispatcher of one process that holds all experts: nothing moves. Never synchronises."""
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> RoundTrip:
         """Return the tokens themselves as the round trip."""
-        check_at_home(way)
+        check_at_home(dispatch)
         return tokens
 
     def sum_over_processes(self, value: Tensor) -> Tensor:

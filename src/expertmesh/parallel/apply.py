@@ -259,14 +259,14 @@ def _spread_layers(
         _plan_of(layer, index, config, degrees, num_moe_layers=len(moe_layers))
         for index, layer in enumerate(moe_layers)
     ]
-    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):  # all before one is changed
-        check_spread(layer, world.size, es_degree=es_degree, way=way, **common)
-    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):
+    for layer, (es_degree, dispatch) in zip(moe_layers, plans, strict=True):  # all before one is changed
+        check_spread(layer, world.size, es_degree=es_degree, dispatch=dispatch, **common)
+    for layer, (es_degree, dispatch) in zip(moe_layers, plans, strict=True):
         spread_experts(
             layer,
             world,
             es_degree=es_degree,
-            route_degree=way.route_degree,
+            route_degree=dispatch.route_degree,
             overlap_degree=config.overlap_degree,
             all_to_all=config.all_to_all,
             replicated_experts=config.replicated_experts,
@@ -297,10 +297,10 @@ def _plan_of(
             ep_degree=ep_degree,
         )
         es_degree, route_degree = split.storage.f, split.route_degree
-    way = DispatchOptions(
+    dispatch = DispatchOptions(
         route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts
     )
-    return es_degree, way
+    return es_degree, dispatch
 
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:

@@ -76,7 +76,7 @@ class ServePlan:
             return None
         tried = [*self.ways]
         tried += [replace(self.best, batch=n) for n in reversed(powers_of_two(self.best.batch))]
-        return next((way for way in tried if way.filled <= SAFE), None)
+        return next((serving for serving in tried if serving.filled <= SAFE), None)
 
 
 def serve_plan(
@@ -174,8 +174,8 @@ def serve_plan(
     return ServePlan(found, ways, twins[0] if twins else None, guesses)
 
 
-def _overheads_text(way: Serving) -> str:
-    layer, sequence = 1e6 * way.layer_s, 1e6 * way.overheads.sequence_s
+def _overheads_text(serving: Serving) -> str:
+    layer, sequence = 1e6 * serving.layer_s, 1e6 * serving.overheads.sequence_s
     return f"{layer:.0f} us per layer and step for launches, {sequence:.0f} us for each sequence of a device"
 
 
@@ -218,9 +218,9 @@ def _ways(model: PlannedModel, usual: Serving, token_s: float | None) -> tuple[S
     """Layouts that fit, best first."""
     every = servings(model, usual.cluster, usual)
     if token_s is None:
-        fitting = [way for way in every if way.fits]
+        fitting = [serving for serving in every if serving.fits]
         return tuple(sorted(fitting, key=lambda w: (w.token_s, w.device_bytes)))
-    most = [found for way in every if (found := with_most_sequences(way, token_s)) is not None]
+    most = [found for serving in every if (found := with_most_sequences(serving, token_s)) is not None]
     return tuple(sorted(most, key=lambda w: (-w.requests_per_s, w.token_s)))
 
 
@@ -234,8 +234,8 @@ def _fits_nowhere(model: PlannedModel, usual: Serving, token_s: float | None) ->
             f"{head}: {usual.redundant} copies leave no number of experts that devices divide;"
             " choose as many as make experts and copies a multiple of the devices"
         )
-    if token_s is not None and any(way.fits for way in every):
-        fastest = min((way for way in every if way.fits), key=lambda w: w.token_s)
+    if token_s is not None and any(serving.fits for serving in every):
+        fastest = min((serving for serving in every if serving.fits), key=lambda w: w.token_s)
         return (
             f"{head}: a token takes {1e3 * fastest.token_s:.1f} ms at best, not {1e3 * token_s:g};"
             " allow more, or use faster devices"
@@ -248,6 +248,6 @@ def _fits_nowhere(model: PlannedModel, usual: Serving, token_s: float | None) ->
     )
     for name in ("fp8", "int4"):
         narrow = replace(usual, weights=Weights.all(name))
-        if any(way.fits for way in servings(model, cluster, narrow)):
+        if any(serving.fits for serving in servings(model, cluster, narrow)):
             return f"{said}, or {named('weights', name)}, with which it fits"
     return said

@@ -327,13 +327,13 @@ class Serving:
         )
 
 
-def with_most_sequences(way: Serving, token_s: float) -> Serving | None:
+def with_most_sequences(serving: Serving, token_s: float) -> Serving | None:
     """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each device.
     """
-    step = max(way.cluster.num_gpus // way.tp_degree, 1)
+    step = max(serving.cluster.num_gpus // serving.tp_degree, 1)
 
     def with_(groups: int) -> Serving | None:
-        tried = replace(way, batch=groups * step)
+        tried = replace(serving, batch=groups * step)
         return tried if tried.fits and tried.token_s <= token_s else None
 
     if with_(1) is None:

@@ -35,7 +35,7 @@ from expertmesh.runs.precision import (
 )
 from expertmesh.runs.quantized import PackedExperts, put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, find_model
-from expertmesh.text.format import TextFormat, text_format, told_by_files
+from expertmesh.text.format import TextFormat, options_of_files, text_format
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _open(plan: _OpenPlan) -> _OpenPlan:
             f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an engine; give"
             " em.Engine(..., parallel=), or open the model as it was trained"
         )
-    plan.task = run.family.open_task(_with_told_ids(run, plan.tokenizer))
+    plan.task = run.family.open_task(_with_ids_of_files(run, plan.tokenizer))
     if not is_packed and plan.slots is None:
         check_weights(run.family, run.config, plan.device, num_ranks=ranks.size)
     if plan.is_placed:
@@ -230,13 +230,13 @@ def device_of(run: Run, device: str | torch.device | None) -> torch.device:
     return resolve_device(name, option="device")
 
 
-def _with_told_ids(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
+def _with_ids_of_files(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
     config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
         return config
-    told = told_by_files(run.path / TOKENIZER, tokenizer)
+    told = options_of_files(run.path / TOKENIZER, tokenizer)
     ends, start = (*model.end_ids, *told.get("end_ids", ())), model.start_ids
     changes = {
         "model.end_ids": tuple(dict.fromkeys(ends)),

@@ -35,9 +35,9 @@ class Blocks:
     all: list[AnswerBlock] = field(default_factory=list)  # the blocks so far
     _open: AnswerBlock | None = None
 
-    def feed(self, pieces: Iterable[Piece]) -> Iterator[BlockChange]:
-        """Changes that the next pieces make."""
-        for piece in pieces:
+    def feed(self, parts: Iterable[Piece]) -> Iterator[BlockChange]:
+        """Changes that the next parts make."""
+        for piece in parts:
             if isinstance(piece, CallStart):
                 yield from self._begin("call", piece.call_id, piece.name)
                 continue

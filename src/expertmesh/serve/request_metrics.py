@@ -69,7 +69,7 @@ class RequestMetrics:
         begin = time.perf_counter()
         seen: dict[int, _Seen] = {}
 
-        def told(news: dict[int, RequestOutput]) -> None:
+        def update(news: dict[int, RequestOutput]) -> None:
             now = time.perf_counter()
             for index, output in news.items():
                 self._token(output, seen.get(index), begin, now)
@@ -80,7 +80,7 @@ class RequestMetrics:
             if len(seen) == ticket.num_answers and all(one.has_ended for one in seen.values()):
                 self._request_ended(ticket, seen)
 
-        return told
+        return update
 
     def left(self, count: int) -> None:
         """Count answers whose client has gone, or that a stop ended; thread-safe."""

@@ -54,7 +54,7 @@ class Ticket:
         """Total number of answers to all prompts."""
         return sum(params.n for params in self.params)
 
-    def told(self, index: int, output: RequestOutput) -> None:
+    def deliver(self, index: int, output: RequestOutput) -> None:
         """Store an update of an answer; called in the event loop."""
         self._news[index] = output
         self._changed.set()
@@ -231,7 +231,7 @@ class EngineWorker:
         self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float
     ) -> None:
         for ticket, index, output in found:
-            ticket.told(index, output)
+            ticket.deliver(index, output)
         if self._observe is not None:
             self._observe(num_tokens, seconds)
         # tasks woken above are already in the loop's queue, so they write before this callback

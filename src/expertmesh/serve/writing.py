@@ -188,14 +188,14 @@ class Writer:
         return {"token": self.texts.text(token), "logprob": _finite(value), "bytes": data}
 
 
-def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Thought]) -> str:
-    """Text of all pieces of one kind."""
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+def text_of(parts: Iterable[Piece], kind: type[Content] | type[Thought]) -> str:
+    """Text of all parts of one kind."""
+    return "".join(piece.text for piece in parts if isinstance(piece, kind))
 
 
-def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _delta(parts: Sequence[Piece]) -> dict[str, Any]:
     """Delta of a chat's event with one piece or none."""
-    (piece,) = pieces or (Content(""),)
+    (piece,) = parts or (Content(""),)
     if isinstance(piece, Thought):
         return _reasoning(piece.text)
     if isinstance(piece, Content):
@@ -205,16 +205,16 @@ def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message(parts: Sequence[Piece]) -> dict[str, Any]:
     """Message of a whole chat completion."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
+    for piece in parts:
         if isinstance(piece, CallStart):
             calls[piece.index] = _call(piece)
         elif isinstance(piece, CallArguments):
             calls[piece.index]["function"]["arguments"] += piece.text
-    content = text_of(pieces, Content)
-    thought = text_of(pieces, Thought)
+    content = text_of(parts, Content)
+    thought = text_of(parts, Thought)
     return {
         "role": "assistant",
         "content": None if calls and not content else content,

@@ -256,9 +256,9 @@ class MarkedParser:
         """Pieces that were held back."""
         return [*self._rest(self._thoughts.finish()), *self._calls.finish()]
 
-    def _rest(self, pieces: list[Piece]) -> list[Piece]:
+    def _rest(self, parts: list[Piece]) -> list[Piece]:
         found: list[Piece] = []
-        for piece in pieces:
+        for piece in parts:
             found += self._calls.feed(piece.text) if isinstance(piece, Content) else [piece]
         return found
 

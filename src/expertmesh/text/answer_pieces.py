@@ -59,10 +59,10 @@ class PlainParser:
         return []
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(parts: Iterable[Piece]) -> list[Piece]:
     """Pieces with neighbours of one kind (and of one call) joined, and empty ones left out."""
     found: list[Piece] = []
-    for piece in pieces:
+    for piece in parts:
         if isinstance(piece, CallStart):
             found.append(piece)
             continue

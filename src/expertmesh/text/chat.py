@@ -27,7 +27,7 @@ from expertmesh.text.answer_formats import format_of
 from expertmesh.text.chat_template import variables_of
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.messages import ROLES, strings_of
-from expertmesh.text.template_messages import CallForm, best_form, forms_of, told, with_fitting
+from expertmesh.text.template_messages import CallForm, best_form, for_template, forms_of, with_fitting
 from expertmesh.text.template_process import render
 from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
@@ -83,14 +83,14 @@ class OwnFormat:
 
     Args:
         tokenizer: has an end of text, and encodes special tokens that occur in a text as plain text.
-        is_told: whether the files beside the tokenizer have the format as their chat template.
+        is_template: whether the files beside the tokenizer have the format as their chat template.
     """
 
     identity = "own 1"  # key of everything that the tokens depend on, except the tokenizer
 
-    def __init__(self, tokenizer: Tokenizer, *, is_told: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_template: bool = False) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
-        self._is_told = is_told
+        self._is_template = is_template
         self._bound = TokenBound(tokenizer)
         self.source = OWN_TEMPLATE  # the format as a chat template
         self.ends: tuple[int, ...] = (self._end,)  # tokens that end an answer; never empty
@@ -103,7 +103,7 @@ class OwnFormat:
     @property
     def is_known(self) -> bool:
         """Whether the model has learned the format: a file says so, or the tokenizer, which has the marks."""
-        return self._is_told or self.has_marks
+        return self._is_template or self.has_marks
 
     def problem(self, conversation: Conversation) -> str | None:
         """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""
@@ -112,12 +112,12 @@ class OwnFormat:
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
         """Token sequences to learn from: always one."""
         _check_tools(self, conversation)
-        pieces = [TokenSpan([self._end], False)]
+        spans = [TokenSpan([self._end], False)]
         for message in conversation[MESSAGES]:
-            pieces.append(TokenSpan(self._mark(message["role"]), False))
+            spans.append(TokenSpan(self._mark(message["role"]), False))
             ids = [*ids_of_text(self._tokenizer, message["content"]), self._end]
-            pieces.append(TokenSpan(ids, is_learned(message)))
-        return [pieces]
+            spans.append(TokenSpan(ids, is_learned(message)))
+        return [spans]
 
     def writes(self, field: str) -> bool:
         """Whether a field of messages is written besides role and content."""
@@ -140,8 +140,8 @@ class OwnFormat:
     ) -> list[int]:
         """Prompt for an answer of the assistant: the messages, then the assistant's mark."""
         self._bound.check("\n".join(message["content"] for message in messages), window)
-        (pieces,) = self.samples({MESSAGES: messages})
-        ids = [i for piece in pieces for i in piece.ids]
+        (spans,) = self.samples({MESSAGES: messages})
+        ids = [i for span in spans for i in span.ids]
         if continues:
             return ids[:-1]
         return ids + self._mark("assistant") if asks else ids
@@ -293,7 +293,7 @@ class TemplateFormat:
             or self._special.get(self._first_special(whole[len(one.until) :]) or "") in self.ends
             for one in answers[:-1]
         )
-        return [self._pieces(answers)] if is_one else [self._pieces([one]) for one in answers]
+        return [self._spans(answers)] if is_one else [self._spans([one]) for one in answers]
 
     def _answers(self, conversation: Conversation, turns: list[int]) -> list["_ParsedAnswer"]:
         """The answers at these indices of the messages, each with the text before it."""
@@ -384,20 +384,20 @@ class TemplateFormat:
         texts = list(strings_of(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
-    def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
+    def _spans(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
         """Token spans of one sequence, cut at its answers; blanks behind an end token are not learned."""
-        text, pieces, at, is_open = answers[-1].until, [], 0, False
+        text, spans, at, is_open = answers[-1].until, [], 0, False
         for answer in answers:
-            pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
+            spans += self._between(text[at : len(answer.before)], ends_answer=is_open)
             is_open = self._last_special(answer.text) is None
             at = len(answer.until if is_open else answer.until.rstrip())
-            pieces.append(
+            spans.append(
                 TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True)
             )
         if is_open:
-            pieces.append(TokenSpan([self._end], True))
-        pieces += self._between(text[at:], ends_answer=False)
-        return [piece for piece in pieces if piece.ids]
+            spans.append(TokenSpan([self._end], True))
+        spans += self._between(text[at:], ends_answer=False)
+        return [span for span in spans if span.ids]
 
     def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
         """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is learned."""
@@ -423,7 +423,7 @@ class TemplateFormat:
     ) -> str:
         """Text of the template, of at most `most` characters, with the arguments that transformers gives it."""
         source = self.source if tools is None else self._with_tools or self.source
-        said = [told({k: v for k, v in m.items() if k != NOT_LEARNED}) for m in messages]
+        said = [for_template({k: v for k, v in m.items() if k != NOT_LEARNED}) for m in messages]
         own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
         given = {**_NOTHING, **self._variables, **variables, **own}
         return render(source, given, unset=self._unset, most_characters=most)

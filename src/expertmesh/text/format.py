@@ -23,11 +23,11 @@ from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.tokenizer import (
     EXTRAS,
     end_of_text_id,
+    files_of_tokenizer,
     folder_beside,
     ids_of_text,
     load_tokenizer,
     own_start,
-    told_beside,
 )
 from expertmesh.text.tokenizer_files import (
     DEFAULT,
@@ -35,7 +35,7 @@ from expertmesh.text.tokenizer_files import (
     WITH_TOOLS,
     TokenizerFiles,
     files_in,
-    is_told,
+    is_read,
     json_object,
 )
 
@@ -114,7 +114,7 @@ def hub_start(folder: Path) -> tuple[int, ...]:
     return own_start(load_tokenizer(path)) if path.is_file() else ()
 
 
-def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
+def options_of_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
     """Model options that the files beside a run's tokenizer determine.
 
     Returns:
@@ -138,7 +138,7 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     """
     files = TokenizerFiles() if path is None else _files(path)
     is_own = files.templates.get(DEFAULT) == OWN_TEMPLATE
-    own = OwnFormat(tokenizer, is_told=is_own)
+    own = OwnFormat(tokenizer, is_template=is_own)
     # marks without tokens of their own are text, which the template would not keep apart from what is said
     if not files.templates or (is_own and not own.has_marks):
         return own
@@ -154,7 +154,7 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
 
 def _files(path: Path) -> TokenizerFiles:
     try:
-        return told_beside(path)
+        return files_of_tokenizer(path)
     except CheckpointError as error:
         raise ConfigError(error.line.text) from None
 
@@ -173,8 +173,8 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     path = Path(tokenizer_path)
     _files(path)  # refuses damaged ones
     found, told = files_in(path.parent / EXTRAS), files_in(folder_beside(path))
-    if told := {name: one for name, one in told.items() if is_told(name)}:  # all from one folder
-        found = {name: one for name, one in found.items() if not is_told(name)} | told
+    if told := {name: one for name, one in told.items() if is_read(name)}:  # all from one folder
+        found = {name: one for name, one in found.items() if not is_read(name)} | told
     return {f"{EXTRAS}/{name}": one for name, one in found.items()}
 
 
@@ -195,5 +195,5 @@ def hub_files(folder: Path) -> dict[str, Path]:
     return {
         f"{EXTRAS}/{name}": path
         for name, path in files_in(folder).items()
-        if is_told(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
+        if is_read(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
     }

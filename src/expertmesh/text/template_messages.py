@@ -95,7 +95,7 @@ def best_form(forms: list[CallForm], message: Mapping[str, Any]) -> CallForm:
     return next((one for one in forms if one.empty == own.empty), forms[0] if forms else own)
 
 
-def told(message: Mapping[str, Any]) -> dict[str, Any]:
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message for a template, as transformers gives it: no null but as the content beside calls, and its reasoning by
     each name that templates read."""
     said = {

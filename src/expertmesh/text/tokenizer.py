@@ -77,7 +77,7 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
             "file from"
             " a copy"
         )
-    files = told_beside(path)
+    files = files_of_tokenizer(path)
     tokenizer = _with_files(tokenizer, files, vocab_size)
     if _known_end(tokenizer) is None:
         vars(tokenizer)["eos_token"] = files.tokens.get("eos_token")
@@ -131,7 +131,7 @@ def folder_beside(path: Path) -> Path:
     return next((folder for files, folder in found if files.templates), (*told, path.parent)[0])
 
 
-def told_beside(path: Path) -> TokenizerFiles:
+def files_of_tokenizer(path: Path) -> TokenizerFiles:
     """Facts that the files beside a tokenizer.json tell of it; raises CheckpointError if one of them is damaged."""
     return read_tokenizer_files(folder_beside(path))
 

@@ -79,7 +79,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     )
 
 
-def is_told(name: str) -> bool:
+def is_read(name: str) -> bool:
     """Whether `read_tokenizer_files` reads a file of this name, relative to its folder."""
     return name in (*_TOKEN_FILES, TEMPLATE) or name.startswith(f"{TEMPLATES}/")
 

@@ -9,7 +9,7 @@ from expertmesh.training.metrics import read_lines, read_metrics
 _MOST_RANGES = 3
 
 
-def told_losses(metrics: Path, experts: Path, *, first: int, last: int) -> str:
+def lost_rows(metrics: Path, experts: Path, *, first: int, last: int) -> str:
     """Warning, in one line, about missing rows in the files of a resumed run; "" if none are missing.
 
     Args:
@@ -55,8 +55,8 @@ def _has_hole(path: Path, *, first: int, last: int, must_begin: bool) -> bool:
 
     Args:
         path: the file.
-        first: see `told_losses`.
-        last: see `told_losses`.
+        first: see `lost_rows`.
+        last: see `lost_rows`.
         must_begin: whether the first step must have a row.
     """
     rows, lines = read_lines(path), path.read_bytes().split(b"\n")[:-1] if path.exists() else []

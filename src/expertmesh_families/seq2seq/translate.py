@@ -56,9 +56,9 @@ def translate(
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             return around + len(ids) <= model.max_source_len
 
-        parts = [in_pieces(text.strip(), fits) for text in texts]
-    whose = [number for number, pieces in enumerate(parts, 1) for _ in pieces]
-    flat = [piece for pieces in parts for piece in pieces]
+        parts = [split_text(text.strip(), fits) for text in texts]
+    whose = [number for number, cut in enumerate(parts, 1) for _ in cut]
+    flat = [piece for cut in parts for piece in cut]
     encoded = tokenizer.encode_batch_fast(flat, add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
     # batches of similar lengths, sorted within windows so that the first translations are done early
@@ -126,7 +126,7 @@ class _InOrder:
                 self._each(self.texts[-1])
 
 
-def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
+def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
     """
     if len(text) < 2 or fits(text):
@@ -136,12 +136,12 @@ def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
         if ends := [m.end() for m in pattern.finditer(text) if m.end() < len(text)]:
             cut = min(ends, key=lambda end: abs(2 * end - len(text)))
             break
-    return [*in_pieces(text[:cut].rstrip(), fits), *in_pieces(text[cut:], fits)]
+    return [*split_text(text[:cut].rstrip(), fits), *split_text(text[cut:], fits)]
 
 
-def _joined(pieces: Sequence[str]) -> str:
+def _joined(parts: Sequence[str]) -> str:
     """Pieces joined by blanks, but without a blank behind a full-width end of a sentence."""
-    return re.sub(r"(?<=[。！？]) ", "", " ".join(pieces)) if len(pieces) > 1 else pieces[0]
+    return re.sub(r"(?<=[。！？]) ", "", " ".join(parts)) if len(parts) > 1 else parts[0]
 
 
 def _named(what: str, numbers: Iterable[int]) -> str:

@@ -27,7 +27,7 @@ from expertmesh.training.expert_use import read_use
 from expertmesh_families.seq2seq.family import SEQ2SEQ
 from expertmesh_families.seq2seq.recipes import translate_test
 from expertmesh_families.seq2seq.task import Seq2SeqTask
-from expertmesh_families.seq2seq.translate import in_pieces, one_line, translate
+from expertmesh_families.seq2seq.translate import one_line, split_text, translate
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 
@@ -200,14 +200,14 @@ def test_pieces_end_with_sentences_or_words_and_lose_nothing():
     def fits(text):
         return len(text) <= 12
 
-    assert in_pieces("No. It is so! He said.", fits) == ["No.", "It is so!", "He said."]
-    assert in_pieces("它是一只红色的狗。他说：“是。”再见。", fits) == [
+    assert split_text("No. It is so! He said.", fits) == ["No.", "It is so!", "He said."]
+    assert split_text("它是一只红色的狗。他说：“是。”再见。", fits) == [
         "它是一只红色的狗。",
         "他说：“是。”再见。",
     ]
-    assert in_pieces("about 3.5 of them", fits) == ["about 3.5", "of them"]
-    assert in_pieces("x" * 30, fits) == ["x" * 7, "x" * 8] * 2
-    assert in_pieces("ab", lambda text: False) == ["a", "b"], "what never fits is refused later"
+    assert split_text("about 3.5 of them", fits) == ["about 3.5", "of them"]
+    assert split_text("x" * 30, fits) == ["x" * 7, "x" * 8] * 2
+    assert split_text("ab", lambda text: False) == ["a", "b"], "what never fits is refused later"
 
 
 def test_a_translation_without_an_end_is_named(learned, caplog):

@@ -83,7 +83,7 @@ class LayerChooser:
         self._done: list[tuple[Trial, Stopwatch]] = []
         self._sent: Trial | None = None
 
-    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
+    def choose(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
         """All dispatch options of the call that begins."""
         load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
@@ -96,8 +96,8 @@ class LayerChooser:
             trains=torch.is_grad_enabled(),
             capacity_factor=capacity_factor,
         )
-        way, self._trial = self.tuner.choose(load, bucket)
-        return way
+        options, self._trial = self.tuner.choose(load, bucket)
+        return options
 
     def timed(self, tokens: Dispatched) -> tuple[Dispatched, Callable[[Tensor], None] | None]:
         """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no trial."""
@@ -224,12 +224,12 @@ def _new_tuner(
     name = f"E{shape.num_experts}-D{shape.dim}-F{shape.hidden_dim}-W{shape.num_ranks}:"
 
     def note(found: Mapping[str, DispatchOptions]) -> None:
-        settled.update({name + key: way for key, way in found.items()})
+        settled.update({name + key: dispatch for key, dispatch in found.items()})
         if on_settled is not None:
             on_settled(settled)
 
-    mine = {k.removeprefix(name): way for k, way in settled.items() if k.startswith(name)}
-    fitting = {k: way for k, way in mine.items() if choices.allow(way)}
+    mine = {k.removeprefix(name): dispatch for k, dispatch in settled.items() if k.startswith(name)}
+    fitting = {k: dispatch for k, dispatch in mine.items() if choices.allow(dispatch)}
     search = ModelSearch(choices, shape, machine)
     return Tuner(search, known=fitting, on_settled=note, effort=EFFORT)
 

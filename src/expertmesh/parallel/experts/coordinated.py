@@ -100,7 +100,7 @@ class CoordinatedDispatcher:
     layer: str  # name for errors and the byte counter
     tables: SlotTables | None = None  # slots of copies of experts; None: no copies
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
         """Start the dispatch of tokens."""
         return CoordinatedRoundTrip(self, tokens)
 
@@ -113,7 +113,7 @@ class CoordinatedRoundTrip:
     """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`."""
 
     def __init__(self, dispatcher: CoordinatedDispatcher, tokens: Dispatched) -> None:
-        self._way, self._num_tokens = dispatcher, len(tokens.x_TD)
+        self._dispatcher, self._num_tokens = dispatcher, len(tokens.x_TD)
         self._top_k = tokens.expert_ids_TK.shape[1]
         self._dtype = tokens.x_TD.dtype
         size = dispatcher.groups.row.size if dispatcher.is_split else 1
@@ -135,9 +135,9 @@ class CoordinatedRoundTrip:
 
     def _own(self) -> Dispatched:
         """Part of the group's tokens that this rank sends."""
-        if not self._way.is_split or self._way.groups.row.size == 1:
+        if not self._dispatcher.is_split or self._dispatcher.groups.row.size == 1:
             return self._padded
-        begin, p = self._way.groups.row.rank * self._each, self._padded
+        begin, p = self._dispatcher.groups.row.rank * self._each, self._padded
         x_TD, ids_TK, weights_TK = (
             one[begin : begin + self._each] for one in (p.x_TD, p.expert_ids_TK, p.weights_TK)
         )
@@ -148,34 +148,34 @@ class CoordinatedRoundTrip:
 
     def finish(self, experts: Experts) -> Tensor:
         """Compute this rank's experts for the tokens of its column, and combine the results."""
-        way = self._way
+        dispatcher = self._dispatcher
         with phase("dispatch"):
             wait(self._pending)
             tokens = self._own()
             if self._out is not None:
                 tokens = _unpacked(self._out.flatten(0, 1), self._padded)
             tokens = self._here(tokens)
-        parameters = _of_type(experts, tokens.x_TD.dtype) if way.is_exact else None
+        parameters = _of_type(experts, tokens.x_TD.dtype) if dispatcher.is_exact else None
         y_RD = apply_experts(experts, tokens, parameters)
         with phase("combine"):
             y_TD = self._home(y_RD)
-            if way.groups.row.size > 1:
-                parts_LTD = all_gather(y_TD, way.groups.row, where=f"{way.layer}, gather")
-                y_TD = parts_LTD.flatten(0, 1) if way.is_split else added_over_ranks(parts_LTD)
-            y_TD = y_TD[: self._num_tokens * (self._top_k if way.is_exact else 1)]
-            return (_in_slot_order(y_TD, self._top_k) if way.is_exact else y_TD).to(self._dtype)
+            if dispatcher.groups.row.size > 1:
+                parts_LTD = all_gather(y_TD, dispatcher.groups.row, where=f"{dispatcher.layer}, gather")
+                y_TD = parts_LTD.flatten(0, 1) if dispatcher.is_split else added_over_ranks(parts_LTD)
+            y_TD = y_TD[: self._num_tokens * (self._top_k if dispatcher.is_exact else 1)]
+            return (_in_slot_order(y_TD, self._top_k) if dispatcher.is_exact else y_TD).to(self._dtype)
 
     def _here(self, tokens: Dispatched) -> Dispatched:
         """Tokens with ids counted from this rank's first expert; choices of other ranks' experts become no choice."""
-        way = self._way
+        dispatcher = self._dispatcher
         ids_TK = tokens.expert_ids_TK
-        if way.tables is not None:
-            ids_TK = way.tables.slots(ids_TK)
-        local_TK = ids_TK - way.first_expert
-        is_own_TK = (local_TK >= 0) & (local_TK < way.num_local)
-        local_TK = torch.where(is_own_TK, local_TK, way.num_local)
+        if dispatcher.tables is not None:
+            ids_TK = dispatcher.tables.slots(ids_TK)
+        local_TK = ids_TK - dispatcher.first_expert
+        is_own_TK = (local_TK >= 0) & (local_TK < dispatcher.num_local)
+        local_TK = torch.where(is_own_TK, local_TK, dispatcher.num_local)
         tokens = replace(tokens, expert_ids_TK=local_TK, weights_TK=tokens.weights_TK * is_own_TK)
-        if not way.is_exact:
+        if not dispatcher.is_exact:
             return tokens
         x_TD = tokens.x_TD.to(dtype_of_rows(tokens.x_TD.device, self._dtype))
         return Dispatched(
@@ -186,12 +186,12 @@ class CoordinatedRoundTrip:
 
     def _home(self, y_RD: Tensor) -> Tensor:
         """Sums over the column's ranks for the tokens that this rank sent."""
-        column = self._way.groups.column
+        column = self._dispatcher.groups.column
         if column.size == 1:
             return y_RD
         # explicit sizes, though all are equal: on a CPU both directions of a link are then used at once
         sizes = [len(y_RD) // column.size] * column.size
-        where = f"{self._way.layer}, combine"
+        where = f"{self._dispatcher.layer}, combine"
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
         wait(pending)
         return added_over_ranks(rows.unflatten(0, (column.size, -1)))

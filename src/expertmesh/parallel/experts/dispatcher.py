@@ -37,7 +37,7 @@ from expertmesh.parallel.experts.exchange import (
     Ragged,
     Route,
 )
-from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
+from expertmesh.parallel.experts.fits import check_dispatch, check_options, check_spread
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load_record import (
     FIRST_TOKENS,
@@ -60,8 +60,8 @@ _never_compiled = torch._disable_dynamo
 """Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the compiler."""
 
 PIECE_BYTES = 1 << 20
-MAX_PIECES = 8
-"""Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_PIECES."""
+MAX_CHUNKS = 8
+"""Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_CHUNKS."""
 
 
 class ShardedRoundTrip:
@@ -137,7 +137,7 @@ class ExpertDispatcher:
     """Dispatches tokens to the ranks that hold a layer's experts. A `TokenDispatcher`.
 
     Args:
-        way: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
+        dispatch: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
             equals flat where all ranks that share tokens are on one node, or each on its own node.
         exchanges: factory of the exchange of a route, such as `partial(Fixed, bound=16)`, whose sizes the host never
             waits for; None: chosen among `Alone`, `Hierarchical` and `Ragged`.
@@ -150,7 +150,7 @@ class ExpertDispatcher:
         storage: ExpertShards,  # storage of the experts' parameters
         *,
         num_experts: int,  # E
-        way: DispatchOptions = AS_USUAL,
+        dispatch: DispatchOptions = AS_USUAL,
         nodes: Sequence[int] | None = None,  # node of each rank of the world; None: from torchrun
         network: Network = USUAL_NETWORK,  # links for the cost model of all_to_all="auto"
         exchanges: Callable[[Route], Exchange] | None = None,
@@ -166,12 +166,12 @@ class ExpertDispatcher:
         self.chooser: LayerChooser | None = None
         self._repetitions = Repetitions(storage.layer)
         check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=storage.world.size)
-        self._check(way)
+        self._check(dispatch)
         usual = DispatchOptions(
-            make_split(storage.degrees, way.route_degree).route_degree,
-            way.overlap_degree or 1,
-            way.all_to_all or "flat",
-            way.replicated_experts or 0,
+            make_split(storage.degrees, dispatch.route_degree).route_degree,
+            dispatch.overlap_degree or 1,
+            dispatch.all_to_all or "flat",
+            dispatch.replicated_experts or 0,
         )
         self.usual = usual
 
@@ -257,19 +257,19 @@ class ExpertDispatcher:
         self.load.note(total)
         return total
 
-    def _check(self, way: DispatchOptions) -> None:
+    def _check(self, dispatch: DispatchOptions) -> None:
         """Raise ConfigError for options that no call can have."""
-        check_way(
-            way,
+        check_options(
+            dispatch,
             num_experts=self.num_experts,
             stay=self.storage.stay,
             has_exchange=self.exchanges is not None,
         )
 
     @_never_compiled
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
         """Start to dispatch tokens and to gather weights; see `TokenDispatcher`."""
-        chosen = self._choose(way, tokens)
+        chosen = self._choose(dispatch, tokens)
         exchange = self.exchange(chosen.route_degree, is_flat=chosen.is_flat)
         when_over = []
         if not in_backward():
@@ -289,22 +289,22 @@ class ExpertDispatcher:
         if replicated is not None:
             staying = LocalTokens(tokens, replicated, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
-        dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
+        dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_chunks)
         return ShardedRoundTrip(dispatch_handles, self.storage, gathered, staying, when_over)
 
-    def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
+    def _choose(self, dispatch: DispatchOptions, tokens: Dispatched) -> "Chosen":
         """Options of a call; a forward repeated by activation checkpointing gets the options of its first run."""
         self.load.begin(is_again=in_backward())
         if in_backward():
             return self._repetitions.chosen()
-        self._check(way)
+        self._check(dispatch)
         top_k, factor = tokens.expert_ids_TK.shape[1], tokens.capacity_factor
         usual = self.usual
-        if self.chooser is not None and way == AS_USUAL:  # a call with explicit options is no trial
-            usual = self.chooser.way(self, top_k, factor)
+        if self.chooser is not None and dispatch == AS_USUAL:  # a call with explicit options is no trial
+            usual = self.chooser.choose(self, top_k, factor)
         route_degree, num_parts, all_to_all, replicated = [
             mine if given is None else given
-            for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
+            for given, mine in zip(vars(dispatch).values(), vars(usual).values(), strict=True)
         ]
         route_degree = make_split(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
@@ -312,11 +312,11 @@ class ExpertDispatcher:
         counts = self.load.counts() if replicated else None
         hot = () if counts is None else hottest(counts, replicated)
         is_flat = all_to_all == "flat"
-        num_pieces = 1 if is_flat else self.num_pieces(top_k, tokens.x_TD, num_parts)
-        return Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
+        num_chunks = 1 if is_flat else self.num_chunks(top_k, tokens.x_TD, num_parts)
+        return Chosen(route_degree, num_parts, is_flat, hot, num_chunks)
 
-    def num_pieces(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
-        """Number of pieces in which a part of the tokens crosses nodes; the same on all ranks.
+    def num_chunks(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
+        """Number of chunks in which a part of the tokens crosses nodes; the same on all ranks.
 
         Args:
             x_TD: tokens of the call; only D and the dtype are used, because T may differ between ranks.
@@ -324,7 +324,7 @@ class ExpertDispatcher:
         load = self.load.token_load(top_k)
         num_tokens = FIRST_TOKENS if load is None else load.num_tokens
         size = num_tokens / num_parts * x_TD.shape[1] * x_TD.element_size()
-        return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
+        return max(1, min(round(size / PIECE_BYTES), MAX_CHUNKS))
 
     def _faster(self, route_degree: int, tokens: Dispatched) -> str:
         """Faster all-to-all by the cost model, from numbers that are equal on all ranks."""
@@ -396,7 +396,7 @@ def spread_experts(
     Raises:
         ConfigError: the degrees do not fit, or the layer is sharded already.
     """
-    way = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
+    dispatch = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
     degrees = check_spread(
         layer,
         world.size,
@@ -404,7 +404,7 @@ def spread_experts(
         es_degree=es_degree,
         order=order,
         keep=keep,
-        way=way,
+        dispatch=dispatch,
         has_exchange=exchanges is not None,
         nodes=nodes,
         dispatch_dtype=dispatch_dtype,
@@ -433,7 +433,7 @@ def spread_experts(
     layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
-        way=way,
+        dispatch=dispatch,
         nodes=nodes,
         network=network,
         exchanges=exchanges,

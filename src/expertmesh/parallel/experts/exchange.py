@@ -136,14 +136,14 @@ class Exchange:
         return self.start_parts(tokens, 1)[0]
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
         """Start the dispatch of tokens in parts that travel one after the other.
 
         Args:
             tokens: tokens of this rank, with global expert ids; some parts may be empty.
             num_parts: number of parts, the same on all ranks.
-            num_pieces: number of pieces of a part, where dispatch has several stages that can overlap; the same on all
+            num_chunks: number of chunks of a part, where dispatch has several stages that can overlap; the same on all
                 ranks.
 
         Returns:
@@ -212,7 +212,7 @@ class Alone(Exchange):
     """Exchange for a rank that has all experts of its tokens: no communication."""
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
         """Keep all tokens in one part."""
         return [_LocalDispatch(tokens)]
@@ -225,7 +225,7 @@ class AllReduceExchange(Exchange):
     """
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
         """Keep all tokens in one part."""
         if torch.is_grad_enabled() and (
@@ -271,7 +271,7 @@ class Fixed(Exchange):
         self.bound = bound
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
         """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks' experts.
         """
@@ -330,7 +330,7 @@ class Ragged(Exchange):
     """Exchange of ragged size: each rank sends the rows that another needs; the host waits once, for the row counts."""
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
         """Exchange row counts once for all parts; `DispatchHandle.advance` sends the rows."""
         parts = split(tokens, part_sizes(tokens, num_parts))

@@ -24,7 +24,7 @@ def check_spread(
     es_degree: int | None = None,  # slices of each expert
     order: ExpertOrder = "slices_inner",  # assignment of parts to ranks
     keep: Keep = "until_backward",  # lifetime of gathered weights
-    way: DispatchOptions = AS_USUAL,
+    dispatch: DispatchOptions = AS_USUAL,
     has_exchange: bool = False,  # whether the exchange is given, and not chosen by `all_to_all`
     nodes: Sequence[int] | None = None,  # node of each rank
     dispatch_dtype: DispatchDtype = "same",  # dtype of dispatched tokens
@@ -67,14 +67,14 @@ def check_spread(
             each,
             num_experts=layer.num_experts,
             es_degree=es_degree,
-            route_degree=way.route_degree,
+            route_degree=dispatch.route_degree,
             offload=offload,
         )
         check_modules(cast(ExpertList, layer.experts), degrees)
         stay = MODULES_STAY
-    make_split(degrees, way.route_degree)
+    make_split(degrees, dispatch.route_degree)
     check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=num_ranks)
-    check_way(way, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
+    check_options(dispatch, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
     return degrees
 
 
@@ -88,21 +88,21 @@ def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_rank
         )
 
 
-def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
-    """Check dispatch options. `way`: options of a call, or the defaults of a dispatcher."""
+def check_options(dispatch: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
+    """Check dispatch options. `dispatch`: options of a call, or the defaults of a dispatcher."""
     fix = "use 1 to send all tokens at once"
-    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)
-    if not 0 <= (way.replicated_experts or 0) <= num_experts:
+    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", dispatch.overlap_degree)
+    if not 0 <= (dispatch.replicated_experts or 0) <= num_experts:
         raise ConfigError(
-            f"replicated_experts={way.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
+            f"replicated_experts={dispatch.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
         )
-    if way.replicated_experts and stay:
+    if dispatch.replicated_experts and stay:
         raise ConfigError(
-            f"replicated_experts={way.replicated_experts} with {stay}: they stay where they are; leave it out"
+            f"replicated_experts={dispatch.replicated_experts} with {stay}: they stay where they are; leave it out"
         )
-    if way.all_to_all is not None:
-        check_choice("all_to_all", way.all_to_all, get_args(AllToAll))
-    if has_exchange and way.all_to_all not in (None, "flat"):
+    if dispatch.all_to_all is not None:
+        check_choice("all_to_all", dispatch.all_to_all, get_args(AllToAll))
+    if has_exchange and dispatch.all_to_all not in (None, "flat"):
         raise ConfigError(
-            f"all_to_all={way.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
+            f"all_to_all={dispatch.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
         )

@@ -2,7 +2,7 @@
 
 Dispatch: a token crosses to one rank of each node that it needs, and that rank forwards it inside the node. Combine:
     the ranks of a node send their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order
-    and sends one sum across. Tokens go in pieces, so that one piece is forwarded inside a node while the next crosses.
+    and sends one sum across. Tokens go in chunks, so that one chunk is forwarded inside a node while the next crosses.
 
 The entry rank of a node for a sender follows from the sender's index in its own node, so all ranks of a node serve
 equally many senders if nodes are equally large. Nodes may have different numbers of ranks.
@@ -65,36 +65,36 @@ class Hierarchical(Exchange):
         self.nodes = nodes
 
     def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
     ) -> Sequence[DispatchHandle]:
-        """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in pieces."""
-        cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
-        found = [_NodeDispatch(self.route, self.nodes, piece) for piece in cut]
-        counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
+        """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in chunks."""
+        cut = split(tokens, part_sizes(tokens, num_parts * num_chunks))
+        found = [_NodeDispatch(self.route, self.nodes, chunk) for chunk in cut]
+        counts_PC = torch.cat([chunk.counts_PC for chunk in found], 1)
         numbers = AsyncCounts(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
         width = counts_PC.shape[1] // len(found)
-        for i, piece in enumerate(found):
-            piece.numbers, piece.columns = numbers, slice(width * i, width * (i + 1))
-        if num_pieces == 1:
+        for i, chunk in enumerate(found):
+            chunk.numbers, chunk.columns = numbers, slice(width * i, width * (i + 1))
+        if num_chunks == 1:
             return found
-        return [_Pieces(found[i : i + num_pieces]) for i in range(0, len(found), num_pieces)]
+        return [_Chunks(found[i : i + num_chunks]) for i in range(0, len(found), num_chunks)]
 
 
-class _Pieces(DispatchHandle):
-    """Tokens that cross in pieces; the received pieces are concatenated."""
+class _Chunks(DispatchHandle):
+    """Tokens that cross in chunks; the received chunks are concatenated."""
 
-    def __init__(self, pieces: Sequence["_NodeDispatch"]) -> None:
-        self._pieces, self._sizes = pieces, [0]
+    def __init__(self, chunks: Sequence["_NodeDispatch"]) -> None:
+        self._chunks, self._sizes = chunks, [0]
 
     def advance(self) -> None:
-        for piece in self._pieces:
-            piece.advance()
+        for chunk in self._chunks:
+            chunk.advance()
 
     def finish(self) -> Dispatched:
         self.advance()
-        for piece in self._pieces:
-            piece.hand_on()
-        found = [piece.finish() for piece in self._pieces]
+        for chunk in self._chunks:
+            chunk.hand_on()
+        found = [chunk.finish() for chunk in self._chunks]
         self._sizes = [len(tokens.x_TD) for tokens in found]
         return Dispatched(
             torch.cat([tokens.x_TD for tokens in found]),
@@ -104,25 +104,25 @@ class _Pieces(DispatchHandle):
         )
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
-        return _CombineInPieces(self._pieces, y_RD.split(self._sizes))
+        return _CombineInChunks(self._chunks, y_RD.split(self._sizes))
 
 
-class _CombineInPieces:
-    """Combine in pieces: the first starts at once, each other one just before the previous one crosses nodes."""
+class _CombineInChunks:
+    """Combine in chunks: the first starts at once, each other one just before the previous one crosses nodes."""
 
-    def __init__(self, pieces: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
-        self._pieces, self._y = pieces, y
-        self._under_way = [pieces[0].start_home(y[0])]
+    def __init__(self, chunks: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
+        self._chunks, self._y = chunks, y
+        self._under_way = [chunks[0].start_home(y[0])]
 
     def advance(self) -> None:
-        for piece, y_RD in list(zip(self._pieces, self._y, strict=True))[len(self._under_way) :]:
-            self._under_way.append(piece.start_home(y_RD))
+        for chunk, y_RD in list(zip(self._chunks, self._y, strict=True))[len(self._under_way) :]:
+            self._under_way.append(chunk.start_home(y_RD))
             self._under_way[-2].advance()
         self._under_way[-1].advance()
 
     def finish(self) -> Tensor:
         self.advance()
-        return torch.cat([piece.finish() for piece in self._under_way])
+        return torch.cat([chunk.finish() for chunk in self._under_way])
 
 
 class _NodeCombine:

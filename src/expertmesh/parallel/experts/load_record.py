@@ -24,7 +24,7 @@ class Chosen:
     num_parts: int  # parts that the tokens travel in
     is_flat: bool  # whether the all-to-all is flat
     hot: tuple[int, ...]  # experts whose weights come to the tokens
-    num_pieces: int = 1  # pieces in which a part crosses nodes
+    num_chunks: int = 1  # chunks in which a part crosses nodes
 
 
 class _Waiting:

@@ -72,7 +72,7 @@ def network_of(values: Mapping[str, Any]) -> Network:
 
 def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> None:
     """Write settled plans by bucket."""
-    _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
+    _write(path, {"model": model, "plans": {key: asdict(dispatch) for key, dispatch in plans.items()}})
 
 
 def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
@@ -100,7 +100,7 @@ def load_plans(path: Path, model: str) -> dict[str, DispatchOptions]:
             return {}
         if values["model"] != model:
             raise ValueError("it is of another model")
-        return {key: _checked(DispatchOptions(**way)) for key, way in values["plans"].items()}
+        return {key: _checked(DispatchOptions(**dispatch)) for key, dispatch in values["plans"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         _ignored(path, error)
         return {}
@@ -119,13 +119,13 @@ def known() -> list[tuple[Path, Network | None, dict[str, DispatchOptions]]]:
     return [*links, *plans]
 
 
-def _checked(way: DispatchOptions) -> DispatchOptions:
+def _checked(dispatch: DispatchOptions) -> DispatchOptions:
     least = {"route_degree": 1, "overlap_degree": 1, "replicated_experts": 0}
-    if way.all_to_all not in ("flat", "hierarchical") or not all(
-        type(n := getattr(way, name)) is int and n >= smallest for name, smallest in least.items()
+    if dispatch.all_to_all not in ("flat", "hierarchical") or not all(
+        type(n := getattr(dispatch, name)) is int and n >= smallest for name, smallest in least.items()
     ):
         raise ValueError("a plan is not whole")
-    return way
+    return dispatch
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
