@@ -50,6 +50,9 @@ def test_a_part_without_a_room_is_an_error(rooms, tmp_path):
         "checkpoints",
         "planner",
         "C source",
+        "top-k",
+        "DPO",
+        "int4",
     ],
 )
 def test_the_map_answers_where_a_thing_is(rooms, thing):
