@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
-    """Print sizes, and the metric of the folder and of its source on the source's validation data, if available.
-
-    Args:
-        folder: quantized folder, from `expertmesh quantize` or another program.
-        most_samples: maximum number of validation samples; None: as in the trainer's evaluations.
-
-    Raises:
-        ConfigError: the format of the folder is not supported.
-        CheckpointError: the folder is damaged.
-    """
+    """Print sizes, and the metric of the folder and of its source on the source's validation data, if available."""
     from expertmesh.checkpoints.compressed_tensors import QuantizedModel
     from expertmesh.runs.open import open_model
     from expertmesh.runs.run_dir import find_model
