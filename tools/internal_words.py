@@ -31,18 +31,14 @@ def lines_beyond_the_first(path: Path, public: set[str]) -> int:
             docstring = node.body[0]
             of_docstrings += docstring.end_lineno - docstring.lineno
     is_comment = [line.lstrip().startswith("#") for line in text.splitlines()]
-    return of_docstrings + sum(
-        above and own for above, own in zip(is_comment, is_comment[1:], strict=False)
-    )
+    return of_docstrings + sum(above and own for above, own in zip(is_comment, is_comment[1:], strict=False))
 
 
 def counts(root: Path) -> Counter[str]:
     """Lines by file."""
     public = {name.rpartition(".")[2] for name in (root / PUBLIC).read_text().split()}
     paths = sorted((root / "src").rglob("*.py"))
-    return Counter(
-        {str(path.relative_to(root)): lines_beyond_the_first(path, public) for path in paths}
-    )
+    return Counter({str(path.relative_to(root)): lines_beyond_the_first(path, public) for path in paths})
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Pieces of tensors in the files of a checkpoint, copied out of a memory map block by block, without unpickling.
 
-A piece is an archive as `torch.save` writes a tensor: a ZIP file whose entry `data/0` is the tensor's memory, uncompressed.
-Type and shape come from the index of the checkpoint, so that the pickle in the archive is never opened.
+A piece is an archive as `torch.save` writes a tensor: a ZIP file whose entry `data/0` is the tensor's memory,
+uncompressed. Type and shape come from the index of the checkpoint, so that the pickle in the archive is never opened.
 """
 
 import mmap

@@ -1,8 +1,8 @@
 """The index of a checkpoint, a pickle, read by a restricted unpickler because folders may come from strangers.
 
-`torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command. Here
-only the few classes of an index may occur, pieces must lie in the folder itself, and transformed ones are refused. Of the
-tensors' own files only the tensors' memory is read (`dcp_files.py`).
+`torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command.
+Here only the few classes of an index may occur, pieces must lie in the folder itself, and transformed ones are refused.
+Of the tensors' own files only the tensors' memory is read (`dcp_files.py`).
 """
 
 import io
@@ -56,9 +56,7 @@ def read_plain(path: Path) -> Any:
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # unpickling a damaged file may raise anything
-        raise CheckpointError(
-            f"{path}: is unreadable ({error}); choose another checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: is unreadable ({error}); choose another checkpoint") from error
 
 
 def read_index(folder: Path) -> Metadata:

@@ -1,8 +1,9 @@
 """Folders of low-rank adapters in peft's format: their options, and their factors mapped to our parameters.
 
-Adapters are named after modules of transformers, tensors of a hub model's files, or modules of our model inside `ExpertMeshForCausalLM`.
-Our GPT has one matrix for queries, keys and values, and one for gate and up. Adapters of several such modules become one adapter,
-whose rank is the sum of their ranks, and whose second factor has zeros outside each module's rows.
+Adapters are named after modules of transformers, tensors of a hub model's files, or modules of our model inside
+`ExpertMeshForCausalLM`. Our GPT has one matrix for queries, keys and values, and one for gate and up. Adapters of
+several such modules become one adapter, whose rank is the sum of their ranks, and whose second factor has zeros outside
+each module's rows.
 """
 
 import math
@@ -46,7 +47,8 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Options of peft and their values with which an adapter computes W + s B A; other `init_lora_weights` change W, too."""
+"""Options of peft and their values with which an adapter computes W + s B A; other `init_lora_weights` change W,
+too."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,13 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
         for value in given:
             above_0 = Number(0, types=kind, is_open=True)
             if not above_0.holds(value):
-                raise ConfigError(
-                    f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again"
-                )
+                raise ConfigError(f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again")
     entries, metadata = read_header(folder / WEIGHTS, fix="restore it, or save the adapters again")
     for name, entry in entries.items():
         if entry.dtype not in READABLE:
             raise CheckpointError(
-                f"{folder}: {name} is of type {str(entry.dtype).removeprefix('torch.')}; save the adapters again in float32 or bfloat16"
+                f"{folder}: {name} is of type {str(entry.dtype).removeprefix('torch.')}; save the adapters again in "
+                "float32 or bfloat16"
             )
     tensors = {name: entry.mapped() for name, entry in entries.items()}
     return AdapterFiles(folder, values, tensors, metadata)
@@ -203,9 +204,7 @@ def _share_first(parts: Iterable[tuple[ModuleRows, Tensor, Tensor, float]]) -> b
     )
 
 
-def read_factors(
-    files: AdapterFiles, config: ModelConfig, *, multiple: int = 1
-) -> dict[str, Factors]:
+def read_factors(files: AdapterFiles, config: ModelConfig, *, multiple: int = 1) -> dict[str, Factors]:
     """The factors of all adapters of a folder, by the names of our parameters."""
     folder, places, spec = files.folder, places_of(config), gpt_spec(config)
     files.target_parameters()  # refuses targets that are not experts
@@ -213,7 +212,8 @@ def read_factors(
         value = files.values.get(name, allowed[0])
         if value not in allowed:
             raise ConfigError(
-                f"{folder}: {name}={value!r}: is not served, only {allowed[0]!r}; merge the adapter into its model with peft, and"
+                f"{folder}: {name}={value!r}: is not served, only {allowed[0]!r}; merge the adapter into its model "
+                "with peft, and"
                 " give that"
             )
     parts: dict[str, _Parts] = {}
@@ -227,7 +227,8 @@ def read_factors(
         for factor, tensor in (("A", a), ("B", b)):
             if tuple(tensor.shape) != wanted[factor]:
                 raise CheckpointError(
-                    f"{folder}: {module}.lora_{factor}.weight has shape {tuple(tensor.shape)} and must have {wanted[factor]} by r={rank}"
+                    f"{folder}: {module}.lora_{factor}.weight has shape {tuple(tensor.shape)} and must have "
+                    f"{wanted[factor]} by r={rank}"
                     f" in {CONFIG} and this model; use the model that it is of"
                 )
         scaling = files.scaling_of(theirs)
@@ -238,9 +239,7 @@ def read_factors(
             known.append((place, *own, scaling))
     if not parts:
         raise CheckpointError(f"{folder / WEIGHTS}: has no adapter; save the adapters again")
-    return {
-        name: found.factors(spec.by_name[name], multiple=multiple) for name, found in parts.items()
-    }
+    return {name: found.factors(spec.by_name[name], multiple=multiple) for name, found in parts.items()}
 
 
 def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
@@ -257,7 +256,8 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
         of_module = found.setdefault(match["module"], {})
         if match["factor"] in of_module:
             raise CheckpointError(
-                f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; save the adapters "
+                f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; "
+                "save the adapters "
                 "again"
             )
         of_module[match["factor"]] = tensor
@@ -271,7 +271,8 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _by_target(module: str, files: AdapterFiles) -> str:
-    """The name of an adapter's module, with the parameter's name where the adapter is on one; of two, the outer is down_proj's."""
+    """The name of an adapter's module, with the parameter's name where the adapter is on one; of two, the outer is
+    down_proj's."""
     path = module.removesuffix(".base_layer")
     if not path.endswith(".experts"):
         return module
@@ -279,7 +280,8 @@ def _by_target(module: str, files: AdapterFiles) -> str:
     targets = sorted(set(files.target_parameters()), reverse=True)
     if not targets:
         raise CheckpointError(
-            f"{files.folder}: {module} has adapters, and target_parameters in {CONFIG} names none; save the adapters again"
+            f"{files.folder}: {module} has adapters, and target_parameters in {CONFIG} names none; save the adapters "
+            "again"
         )
     ours = targets[-1] if module != path or len(targets) == 1 else targets[0]
     return f"{path}.{IN_HUB[ours]}"
@@ -330,9 +332,7 @@ def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int)
     for place, size in zip(lead, sizes, strict=True):
         first = first * size + place.start
     count = math.prod(place.stop - place.start for place in lead)
-    return ModuleRows(
-        one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1]
-    )
+    return ModuleRows(one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1])
 
 
 def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
@@ -351,9 +351,7 @@ def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
             yield ModuleRows(one.name, 0, expert, ours, theirs, rows, K, E)
 
 
-def _no_place(
-    folder: Path, module: str, theirs: str, config: ModelConfig
-) -> ConfigError | CheckpointError:
+def _no_place(folder: Path, module: str, theirs: str, config: ModelConfig) -> ConfigError | CheckpointError:
     """The error for an adapter without a place: its module takes none, or the model has no such module."""
     names = {
         name.replace("{expert}", r"\d+").removesuffix(".weight")
@@ -363,7 +361,8 @@ def _no_place(
     }
     if any(re.fullmatch(name.replace(".", r"\."), theirs) for name in names):
         return ConfigError(
-            f"{folder}: has an adapter on {module}, which takes none here: it is on matrices of attention (but kv_b_proj), of dense"
+            f"{folder}: has an adapter on {module}, which takes none here: it is on matrices of attention (but "
+            "kv_b_proj), of dense"
             " layers, and of experts; train it on those, or merge it into its model with peft"
         )
     return CheckpointError(

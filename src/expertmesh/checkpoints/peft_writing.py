@@ -19,7 +19,8 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.model_spec import Parameter
 
 ExpertLayout = Literal["fused", "per-expert"]
-"""Adapters of experts on transformers' tensors of all experts, as peft trains them, or on each expert's matrices, for vLLM.
+"""Adapters of experts on transformers' tensors of all experts, as peft trains them, or on each expert's matrices, for
+vLLM.
 
 vLLM knows one rank and one scale of all adapters, so per-expert ones are padded with zeros.
 """
@@ -63,7 +64,8 @@ def write_peft_folder(
         is_fused = one.is_expert and layout == "fused"
         if is_fused and name.endswith("w_in") and one.shape[1] != 2:
             raise ConfigError(
-                f"activation={config.activation}: peft's format names gated experts only; keep the adapters in a checkpoint"
+                f"activation={config.activation}: peft's format names gated experts only; keep the adapters in a "
+                "checkpoint"
             )
         for module in _modules(one, hub_name, is_fused=is_fused):
             a, b = _theirs(adapter, places[module])

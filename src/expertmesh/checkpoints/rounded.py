@@ -51,7 +51,8 @@ class RoundedExperts:
         for name, (shape, _) in source.tensors.items():
             if is_expert(name) and shape[-1] % unit:
                 raise ConfigError(
-                    f"{source.path}: {name} has {shape[-1]} columns, and {scheme.format} needs groups of {unit}; use int8"
+                    f"{source.path}: {name} has {shape[-1]} columns, and {scheme.format} needs groups of {unit}; use "
+                    "int8"
                 )
 
     @property
@@ -94,9 +95,7 @@ class RoundedExperts:
         wide = torch.empty(1, *one, dtype=dtype, device=device)
         self._source.read(matrix, (slice(expert, expert + 1), *whole_box(one)), wide)
         if not wide.isfinite().all():
-            raise ConfigError(
-                f"{self.path}: {matrix} has numbers that are not finite; mend the model first"
-            )
+            raise ConfigError(f"{self.path}: {matrix} has numbers that are not finite; mend the model first")
         return self._form.pack(wide[0], self.scheme.dtype, self.scheme.group_size)
 
     def _kept(self, shape: tuple[int, ...]) -> dict[str, Kept]:

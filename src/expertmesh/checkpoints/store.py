@@ -6,9 +6,9 @@
         __0_0.distcp, __1_0...   the tensors: one file of each rank, with the pieces that it wrote
         .metadata                file of each piece of each tensor (torch.distributed.checkpoint)
 
-All ranks write into one hidden folder, each a file of its own, and leave a record beside it when the file is on disk. Rank 0
-waits for the records, adds the other files and renames the folder. So a folder with a visible name is complete unless the
-disk damaged it, which the manifest shows. Ranks of several machines need a shared file system.
+All ranks write into one hidden folder, each a file of its own, and leave a record beside it when the file is on disk.
+Rank 0 waits for the records, adds the other files and renames the folder. So a folder with a visible name is complete
+unless the disk damaged it, which the manifest shows. Ranks of several machines need a shared file system.
 
 The background threads communicate through these records alone: process groups belong to the training.
 """
@@ -108,8 +108,8 @@ class CheckpointStore:
     ) -> None:
         """Copy the tensors to the CPU, then write them in the background; training may go on at once.
 
-        Every rank must call. Each copies and writes its own shards, and its share of tensors that several ranks have. Waits first for a
-        previous save that still runs.
+        Every rank must call. Each copies and writes its own shards, and its share of tensors that several ranks have.
+        Waits first for a previous save that still runs.
 
         Args:
             make: makes the tensors that are on the meta device, one at a time when they are written, in the background.
@@ -138,9 +138,7 @@ class CheckpointStore:
         """Wait for the running save, and raise its error, also another rank's. Every rank must call."""
         while self._pending is not None and not self._is_done():
             # Rank 0's save ends last: it waits for all others.
-            concurrent.futures.wait(
-                [self._pending], timeout=_POLL_S if self.ranks.size > 1 else None
-            )
+            concurrent.futures.wait([self._pending], timeout=_POLL_S if self.ranks.size > 1 else None)
 
     def _is_done(self) -> bool:
         """Whether the save is over on all ranks, which clears it; raises its error."""
@@ -165,22 +163,16 @@ class CheckpointStore:
         errors = self.ranks.gather(_described(error))
         if self.ranks.is_leader:  # again: another rank's file may have come since
             shutil.rmtree(self._partial, ignore_errors=True)
-        rank, kind, *words = next(
-            (r, *found) for r, found in enumerate(errors) if found is not None
-        )
+        rank, kind, *words = next((r, *found) for r, found in enumerate(errors) if found is not None)
         if not self.ranks.is_leader:
             told = ": ".join(str(word) for word in (kind, *words) if word is not None)
-            raise PeerError(
-                f"rank {rank} could not write its part of a checkpoint: {told}"
-            ) from error
+            raise PeerError(f"rank {rank} could not write its part of a checkpoint: {told}") from error
         if error is not None:
             raise error
         if kind == "OSError":
             number, text, filename = words
             raise OSError(number, f"rank {rank}: {text}", filename)
-        raise CheckpointError(
-            f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}"
-        )
+        raise CheckpointError(f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}")
 
     def close(self) -> None:
         """Wait for the background thread; errors of its last save are raised by `wait`, not here."""
@@ -225,20 +217,20 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _record(self, path: Path) -> tuple[list[Any], dict[str, Any]]:
-        """Record that another rank left of its written file; waits for it, at most `_GRACE_S` when the run is ending."""
+        """Record that another rank left of its written file; waits for it, at most `_GRACE_S` when the run is
+        ending."""
         end = math.inf
         while not path.exists():
             if self._is_closing.is_set():
                 end = min(end, time.monotonic() + _GRACE_S)
             if self._is_abandoned.is_set() or time.monotonic() > end:
-                raise CheckpointError(
-                    f"{path.name}: another rank did not write its part of a checkpoint"
-                )
+                raise CheckpointError(f"{path.name}: another rank did not write its part of a checkpoint")
             time.sleep(_POLL_S)
         return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
     def prune(self, newest: int) -> None:
-        """Delete checkpoints that are not to be kept. Those after step `newest` are ignored: damaged, or left by an earlier attempt."""
+        """Delete checkpoints that are not to be kept. Those after step `newest` are ignored: damaged, or left by an
+        earlier attempt."""
         paths = [path for path in self.paths() if step_of(path) <= newest]
         keep = set(paths[-self.keep_last :])
         rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
@@ -305,9 +297,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = parse_json((path / "state.json").read_bytes())
         version = state["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(
-            f"{path / 'state.json'}: is unreadable; choose another checkpoint"
-        ) from None
+        raise CheckpointError(f"{path / 'state.json'}: is unreadable; choose another checkpoint") from None
     check_version(path, version)
     return cast("dict[str, Any]", state)
 

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from expertmesh.comm.group import Pending, wait
 
 Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
-"""Function that starts a collective on a tensor. Returns the result, and the handle to wait for before it may be used (None: no wait)."""
+"""Function that starts a collective on a tensor. Returns the result, and the handle to wait for before it may be used
+(None: no wait)."""
 
 
 class _Move:

@@ -39,9 +39,7 @@ def read_text(path: Path) -> str:
 def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
     """Number of the NUMA node nearest to a GPU; None if the system does not say."""
     try:
-        domain, bus, device = (
-            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
-        )
+        domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
         name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
         node = int(read_text(sysfs / "bus/pci/devices" / name / "numa_node"))
     except (AttributeError, ValueError):  # no PCI numbers, or unknown to the kernel
@@ -74,7 +72,8 @@ def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
 
 @contextmanager
 def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
-    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is "auto".
+    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is
+    "auto".
 
     Args:
         how: "auto"; any other value binds nothing.
@@ -82,12 +81,7 @@ def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
     """
     local, number = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     cores, before = None, set()
-    if (
-        how == "auto"
-        and local is not None
-        and number is not None
-        and hasattr(os, "sched_setaffinity")
-    ):
+    if how == "auto" and local is not None and number is not None and hasattr(os, "sched_setaffinity"):
         before = os.sched_getaffinity(0)
         nodes = {node: set(own) for node, own in numa_nodes().items()}
         near = _near_gpu(nodes) if has_gpu else set()

@@ -39,9 +39,7 @@ def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor
     return out.view(group.size, *x.shape), pending
 
 
-def start_reduce_scatter(
-    x: Tensor, group: RankGroup, *, where: str
-) -> tuple[Tensor, Pending | None]:
+def start_reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor, Pending | None]:
     """Start a reduce-scatter: tensors are summed over ranks and each rank keeps its block; not seen by autograd.
 
     Args:
@@ -136,8 +134,8 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 
 def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
-    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by autograd.
-    """
+    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by
+    autograd."""
     parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == 0 else None
     wait(
         group.start(

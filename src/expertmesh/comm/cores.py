@@ -1,4 +1,5 @@
-"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its host."""
+"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its
+host."""
 
 import os
 import platform
@@ -80,7 +81,8 @@ def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
 
 
 def users_threads(launcher: int | None = None) -> str | None:
-    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by torchrun.
+    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by
+    torchrun.
 
     Torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it. The environment that torchrun itself
     started with tells the two apart.
@@ -93,9 +95,6 @@ def users_threads(launcher: int | None = None) -> str | None:
             began_with = Path(f"/proc/{launcher or os.getppid()}/environ").read_bytes()
         except OSError:
             return f"{name}={os.environ[name]}"
-        if not any(
-            began_with.startswith(f"{n}=".encode()) or f"\0{n}=".encode() in began_with
-            for n in _NAMES
-        ):
+        if not any(began_with.startswith(f"{n}=".encode()) or f"\0{n}=".encode() in began_with for n in _NAMES):
             return None
     return f"{name}={os.environ[name]}"

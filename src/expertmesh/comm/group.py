@@ -34,11 +34,7 @@ class TransferLog:
 
     def num_bytes(self, *, collective: str | None = None, where: str = "") -> int:
         """Sum the bytes of transfers of one kind (None: all) whose `where` contains a text."""
-        return sum(
-            t.num_bytes
-            for t in self.transfers
-            if collective in (None, t.collective) and where in t.where
-        )
+        return sum(t.num_bytes for t in self.transfers if collective in (None, t.collective) and where in t.where)
 
 
 class Traffic:

@@ -1,4 +1,5 @@
-"""Copies of small GPU tensors to the host that wait only for them, while `tolist` would wait for all work queued on the stream."""
+"""Copies of small GPU tensors to the host that wait only for them, while `tolist` would wait for all work queued on the
+stream."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

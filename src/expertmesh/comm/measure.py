@@ -31,7 +31,8 @@ class LinkMeasurement:
 
 
 def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
-    """Make this rank's group in each class of links; every rank must call. Ranks of equal index in their nodes form "across" groups."""
+    """Make this rank's group in each class of links; every rank must call. Ranks of equal index in their nodes form
+    "across" groups."""
     members: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
         members.setdefault(node, []).append(position)

@@ -32,9 +32,7 @@ class DenseDegrees:
         return self.dp_shard * self.tp
 
 
-def dense_degrees(
-    num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1
-) -> DenseDegrees:
+def dense_degrees(num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1) -> DenseDegrees:
     """Factor the ranks for the dense layers.
 
     Args:
@@ -43,11 +41,7 @@ def dense_degrees(
     given = dp_replicate * tp * (dp_shard or 1)
     if given == num_ranks or (dp_shard is None and num_ranks % given == 0):
         return DenseDegrees(dp_replicate, dp_shard or num_ranks // given, tp)
-    valid = [
-        DenseDegrees(r, num_ranks // (r * t), t)
-        for r in divisors(num_ranks)
-        for t in divisors(num_ranks // r)
-    ]
+    valid = [DenseDegrees(r, num_ranks // (r * t), t) for r in divisors(num_ranks) for t in divisors(num_ranks // r)]
 
     def distance(choice: DenseDegrees) -> tuple[float, ...]:
         # Degrees without a default weigh first.
@@ -58,7 +52,8 @@ def dense_degrees(
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
     shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
-        f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} does "
+        f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} "
+        "does "
         f"not make {num_ranks} ranks; nearest: {named('dp_replicate_degree', near.dp_replicate)}, "
         f"{named('dp_shard_degree', near.dp_shard)}, {named('tp_degree', near.tp)}"
     )
@@ -123,18 +118,15 @@ def expert_degrees(
         fix = "use " if tp == tp_degree else f"use {named('tp_degree', tp)} with "
         fix += f"{named('dp_replicate_degree', num_replicas * copies)}, or a hidden_dim divisible by {wanted}"
     raise ConfigError(
-        f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree "
+        f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: "
+        "es_degree "
         f"must divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
     )
 
 
 def _slices(num_ranks: int, num_experts: int, hidden_dim: int) -> list[int]:
     """Valid values of es_degree, ascending."""
-    return [
-        d
-        for d in divisors(num_ranks)
-        if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0
-    ]
+    return [d for d in divisors(num_ranks) if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0]
 
 
 def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
@@ -144,7 +136,8 @@ def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
 
 
 def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
-    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one copy."""
+    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one
+    copy."""
     mesh = dense_mesh(world, degrees)
     return mesh[DENSE_AXES[:2]] if degrees.dp_replicate > 1 else mesh["dp_shard"]
 

@@ -1,10 +1,10 @@
 """Rendezvous of the ranks that torchrun started, safe after restarts.
 
-The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under the
-same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker than
-its peers reads the addresses of killed ranks, and cannot connect: "connectFullMesh failed ... Connection refused". The
-restart count that torchrun hands out does not help with several nodes, because each agent counts for itself. Here the
-living ranks agree on a fresh name, which prefixes all keys.
+The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under
+the same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker
+than its peers reads the addresses of killed ranks, and cannot connect: "connectFullMesh failed ... Connection refused".
+The restart count that torchrun hands out does not help with several nodes, because each agent counts for itself. Here
+the living ranks agree on a fresh name, which prefixes all keys.
 """
 
 import time
@@ -60,7 +60,8 @@ def _take_gpu() -> None:
     number, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()
     if number >= num_gpus:
         raise ConfigError(
-            f"rank {number} of this host has no GPU, there are {num_gpus}; give torchrun --nproc-per-node {num_gpus} at most"
+            f"rank {number} of this host has no GPU, there are {num_gpus}; give torchrun --nproc-per-node {num_gpus} "
+            "at most"
         )
     torch.cuda.set_device(number)
 

@@ -1,8 +1,8 @@
 """Model of the time that tokens and weights take between ranks, by latency and bandwidth of each class of link.
 
 A link moves b bytes in alpha + b / beta seconds. There are two classes: between ranks of one node, and between nodes. A
-node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts, given each
-expert's share of all choices.
+node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts,
+given each expert's share of all choices.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,8 @@ class TokenLoad:
         return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
 
     def chance(self, share: float) -> float:
-        """Probability that a token chooses one of some experts, given their share of all choices; without merging, its mean choices there.
+        """Probability that a token chooses one of some experts, given their share of all choices; without merging, its
+        mean choices there.
 
         1 - prod over j < K of (1 - share E / (E - j)): exact for even choices without repetition, (E - n choose K) /
         (E choose K) tokens having none of n experts.
@@ -116,10 +117,8 @@ class Copies:
         """Time of a dispatch or a combine, in so many parts."""
         inside, across = network.inside, network.across
         return TravelTime(
-            parts * self.inside_messages * inside.latency_s
-            + self.inside * row_bytes / inside.bytes_per_s,
-            parts * self.across_messages * across.latency_s
-            + self.across * row_bytes / across.bytes_per_s,
+            parts * self.inside_messages * inside.latency_s + self.inside * row_bytes / inside.bytes_per_s,
+            parts * self.across_messages * across.latency_s + self.across * row_bytes / across.bytes_per_s,
         )
 
 
@@ -152,7 +151,8 @@ def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
 
 
 def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
-    """Rows of the hierarchical all-to-all: a token goes once to each node that has its experts, then on to the ranks there."""
+    """Rows of the hierarchical all-to-all: a token goes once to each node that has its experts, then on to the ranks
+    there."""
     P, T = len(route.nodes), load.num_tokens
     places, blocks = _place_shares(route, load), load.block_shares(route.num_blocks)
     chance_of = {share: load.chance(share) for share in set(places)}
@@ -239,7 +239,8 @@ def faster_all_to_all(
     element_bytes: int,
     out_bytes: int | None = None,
 ) -> str:
-    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within `SECOND_HOP`."""
+    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within
+    `SECOND_HOP`."""
 
     def seconds(kind: str) -> float:
         sizes = {"dim": dim, "element_bytes": element_bytes}
@@ -275,8 +276,8 @@ def coordinated_exchange(
     top_k: int,  # K; a weight and an id of 4 bytes each travel out with every token
     element_bytes: int,  # bytes of an element of a token
 ) -> ExchangeCost:
-    """Cost of the coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks there and back, then L ranks.
-    """
+    """Cost of the coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks there and back, then L
+    ranks."""
     column, each = num_ranks // tp_degree, num_tokens
     if is_split:
         each = -(-num_tokens // tp_degree)
@@ -285,9 +286,7 @@ def coordinated_exchange(
     return ExchangeCost(2 * (column - 1) + tp_degree - 1, across + (tp_degree - 1) * home, across)
 
 
-def wide_exchange(
-    num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int
-) -> ExchangeCost:
+def wide_exchange(num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int) -> ExchangeCost:
     """Cost of a plain all-to-all, where ranks with the same tokens each send them to all ranks."""
     sizes = {"num_tokens": num_tokens, "dim": dim, "top_k": top_k, "element_bytes": element_bytes}
     return coordinated_exchange(num_ranks, tp_degree=1, is_split=False, **sizes)

@@ -1,8 +1,8 @@
 """Placement of experts and their copies on ranks, by counted load (DeepSeek's EPLB).
 
-Hot experts get room on several ranks. In training their weights come to all ranks for a call (`replicated_experts`). An engine keeps
-copies in slots: the expert with most load per copy gets the next slot until all are taken. Slots are then packed onto ranks, the heaviest
-first, each onto the rank with least load that has room.
+Hot experts get room on several ranks. In training their weights come to all ranks for a call (`replicated_experts`). An
+engine keeps copies in slots: the expert with most load per copy gets the next slot until all are taken. Slots are then
+packed onto ranks, the heaviest first, each onto the rank with least load that has room.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,8 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
 
 
 def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> list[list[int]]:
-    """Pack items into equal packs: heaviest first, each into the lightest pack with room, if possible without an item of its kind.
+    """Pack items into equal packs: heaviest first, each into the lightest pack with room, if possible without an item
+    of its kind.
 
     Args:
         weights: weight of each item; num_packs divides their number.
@@ -118,7 +119,8 @@ def placed(
     """Placement of experts and copies for counted loads.
 
     With several nodes whose number divides num_groups, each group of experts lies on one node, so that the tokens of a
-    group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and copies.
+    group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and
+    copies.
     """
     E = len(loads)
     if num_nodes == 1 or num_groups % num_nodes or E % num_groups:

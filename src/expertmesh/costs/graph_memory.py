@@ -4,7 +4,8 @@ MOST_CAPTURED = 512
 """Largest number of tokens of a step that is captured."""
 _EVERY = 8
 LOGIT_BYTES = 60
-"""Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit itself."""
+"""Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit
+itself."""
 PARTS_BYTES = 1 << 26
 """Bytes of attention's partial results, at most."""
 GRAPH_BYTES = 1 << 16
@@ -14,7 +15,8 @@ NUM_KINDS = 3
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens of captured steps, to the next of which a step is padded: 1, 2, 4, multiples of 8, and the largest.
+    """Numbers of tokens of captured steps, to the next of which a step is padded: 1, 2, 4, multiples of 8, and the
+    largest.
 
     Example:
         >>> captured_sizes(20)
@@ -34,13 +36,9 @@ def captured_widths(most: int) -> tuple[int, ...]:
     return (*found, most)
 
 
-def captured_bytes(
-    most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS
-) -> int:
-    """Bytes of a device's memory that captured steps take: the pool that all graphs share, which is logits above all, and the graphs.
-    """
+def captured_bytes(most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS) -> int:
+    """Bytes of a device's memory that captured steps take: the pool that all graphs share, which is logits above all,
+    and the graphs."""
     sizes, widths = captured_sizes(most), captured_widths(num_blocks)
     num_graphs = len(sizes) * len(widths) * num_kinds
-    return (
-        sizes[-1] * vocab_size * LOGIT_BYTES + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES
-    )
+    return sizes[-1] * vocab_size * LOGIT_BYTES + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES

@@ -60,9 +60,7 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
 def _read(name: str, where: str) -> dict[str, Any]:
     path = expanded(name)
     if not name.strip():
-        raise ConfigError(
-            "cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64"
-        )
+        raise ConfigError("cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64")
     try:
         found = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
@@ -79,12 +77,11 @@ def _read(name: str, where: str) -> dict[str, Any]:
 
 
 def _near(name: str) -> list[str]:
-    """Known devices that a name may mean: those that it begins, in their memory or their family, else the most alike."""
+    """Known devices that a name may mean: those that it begins, in their memory or their family, else the most
+    alike."""
     plain = name.replace("_", "-").replace(" ", "-")
     begun = [known for known in known_devices() if plain and known.startswith(f"{plain}-")]
-    squeezed = [
-        known for known in known_devices() if known.replace("-", "") == plain.replace("-", "")
-    ]
+    squeezed = [known for known in known_devices() if known.replace("-", "") == plain.replace("-", "")]
     return begun or squeezed or difflib.get_close_matches(plain, known_devices(), n=1)
 
 

@@ -45,9 +45,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     if heads and "kv_lora_rank" not in values:
         keys = values.get("num_key_value_heads", heads)
         if heads % keys:
-            raise _wrong(
-                "num_key_value_heads", keys, f"must divide the {heads} of num_attention_heads"
-            )
+            raise _wrong("num_key_value_heads", keys, f"must divide the {heads} of num_attention_heads")
         if "head_dim" not in values and values["hidden_size"] % heads:
             rule = f"must divide the {values['hidden_size']} of hidden_size where no head_dim is"
             raise _wrong("num_attention_heads", heads, rule)
@@ -65,6 +63,4 @@ def check_together(values: Mapping[str, Any]) -> None:
 
 def _wrong(name: str, value: object, rule: str) -> ConfigError:
     said = shown(repr(value))
-    return ConfigError(
-        f"config.json has {name}={said}: {rule}; correct it, or restore it from the hub"
-    )
+    return ConfigError(f"config.json has {name}={said}: {rule}; correct it, or restore it from the hub")

@@ -67,9 +67,7 @@ class StepTime:
         return self.products_s + self.travel_s - hidden + self.weights_s
 
 
-def _rows(
-    dispatch: DispatchOptions, route: RouteShape, load: TokenLoad
-) -> tuple[tuple[int, ...], TokenLoad, float]:
+def _rows(dispatch: DispatchOptions, route: RouteShape, load: TokenLoad) -> tuple[tuple[int, ...], TokenLoad, float]:
     """(replicated experts, load that travels, rows of the rank with most rows)."""
     hot = hottest(load.shares, dispatch.replicated_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
@@ -100,9 +98,7 @@ def step_time(
     )
     elements = here * layer.expert_elements
     link = network.across if route.gathers_across else network.inside
-    weights_s = layer.num_gathers * ring_seconds(
-        elements * layer.element_bytes, route.num_gathering, link
-    )
+    weights_s = layer.num_gathers * ring_seconds(elements * layer.element_bytes, route.num_gathering, link)
     spans = len(route.members) > 1
     replica_link = network.across if spans else network.inside
     replicated = len(hot) * layer.expert_elements
@@ -115,9 +111,7 @@ def step_time(
     return StepTime(products_s, travel.total_s, weights_s, parts, travel.across_s)
 
 
-def extra_bytes(
-    dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
-) -> float:
+def extra_bytes(dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:
     """Bytes that a rank needs for given dispatch options, beside the layers' shards.
 
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Product:
-    """x w^T with x (num_rows, in_features) and w (out_features, in_features), and the two products of its backward pass.
-    """
+    """x w^T with x (num_rows, in_features) and w (out_features, in_features), and the two products of its backward
+    pass."""
 
     num_rows: int  # tokens, or rows of one expert
     in_features: int  # columns of x

@@ -45,10 +45,7 @@ class PeakMemory:
     def live_bytes(self) -> float:
         """Bytes of tensors, as `torch.cuda.max_memory_allocated` shows them."""
         beside = {"communication", "allowance"}
-        result: float = (
-            sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside)
-            - self.reused_bytes
-        )
+        result: float = sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside) - self.reused_bytes
         return result
 
     @property
@@ -95,9 +92,7 @@ class Trained(Protocol):
         """Activations of the model on a rank."""
 
 
-def peak_memory(
-    model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most"
-) -> PeakMemory:
+def peak_memory(model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most") -> PeakMemory:
     """Peak memory of the rank that has most. `stage`: pipeline stage of the rank; "most": the one that has most."""
     if stage == "most":
         ends: tuple[Stage, ...] = ("first", "last") if layout.pp_degree > 1 else ("last",)
@@ -129,7 +124,8 @@ def peak_memory(
 
 
 def _in_flight(layout: RankLayout, stage: Stage) -> float:
-    """Passes whose activations a pipeline stage keeps at once (Megatron's 1F1B, interleaved where stages are virtual)."""
+    """Passes whose activations a pipeline stage keeps at once (Megatron's 1F1B, interleaved where stages are
+    virtual)."""
     stages, virtual = layout.pp_degree, layout.virtual_stages
     after = stages - 1 if stage == "first" else 0
     chunks = after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1
@@ -224,9 +220,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     layers = list(zip(experts, routes, spec.num_experts, strict=True))
     shares = [0.0 if route == W else size / route for size, route, _ in layers]
     at_once = sum(shares) / stages if keeps else _most_at_once(shares, 2)
-    at_once += layout.replicated_experts * sum(
-        size / number for size, route, number in layers if route > 1
-    )
+    at_once += layout.replicated_experts * sum(size / number for size, route, number in layers if route > 1)
     copies = float(widened)
     if layout.offload:  # copies of two layers' own experts, and the gradient of one
         own = [size / W for size, route, _ in layers if route == W]
@@ -238,7 +232,8 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
 def _whole(
     spec: ModelSpec, tp: int, element_bytes: int, master_bytes: int
 ) -> tuple[list[tuple[int, int]], list[int], list[float]]:
-    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' bytes by MoE layer."""
+    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' bytes
+    by MoE layer."""
     outside, dense, experts = [], [], []
     for layer, ones in spec.layers.items():
         cut = [
@@ -257,7 +252,8 @@ def _whole(
 
 
 def _gathered_bytes(one: Parameter, element_bytes: int, master_bytes: int) -> float:
-    """Bytes of a gathered parameter of experts: packed ones travel as codes, with the scales that ranks hold; 0 of others."""
+    """Bytes of a gathered parameter of experts: packed ones travel as codes, with the scales that ranks hold; 0 of
+    others."""
     if not one.is_expert:
         return 0.0
     if one.rests is None or one.rests.format in ("products", "float32"):
@@ -275,13 +271,12 @@ def _tensor_axis(one: Parameter, tp: int) -> int | None:
     return axis if axis is not None and tp > 1 and one.shape[axis] % tp == 0 else None
 
 
-def _part(
-    one: Parameter, num_ranks: int, dp_shard: int, tp: int, es_degree: int | None
-) -> list[int]:
+def _part(one: Parameter, num_ranks: int, dp_shard: int, tp: int, es_degree: int | None) -> list[int]:
     """Sizes of a parameter's part on the rank that has most.
 
-    Of experts, which `num_ranks` share, E is cut; where ranks are left, F, or the last axis of one without F. Of others, the
-    first axis that dp_shard divides is cut; where there is none, the first axis, in pieces of ceil(size / dp_shard).
+    Of experts, which `num_ranks` share, E is cut; where ranks are left, F, or the last axis of one without F. Of
+    others, the first axis that dp_shard divides is cut; where there is none, the first axis, in pieces of ceil(size /
+    dp_shard).
     """
     local = list(one.shape)
     if one.expert_axis is not None:

@@ -113,7 +113,8 @@ class RankLayout:
 
     @property
     def passes(self) -> int:
-        """Operations of a layer's step over its forward: 1 for the forward, 2 for the backward, 1 more where it is recomputed."""
+        """Operations of a layer's step over its forward: 1 for the forward, 2 for the backward, 1 more where it is
+        recomputed."""
         return 4 if self.checkpointing == "full" else 3
 
     def tokens_per_step(self, seq_len: int) -> int:
@@ -195,7 +196,8 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of an element of a product's input that other software saves: products in FP8 save their rounded input."""
+        """Bytes of an element of a product's input that other software saves: products in FP8 save their rounded
+        input."""
         return 1 if self.precision == "float8" else self.element_bytes
 
     @property
@@ -209,9 +211,7 @@ class Workload:
         return self.master_bytes if self.states in OURS else self.element_bytes
 
 
-def workload_of(
-    optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool
-) -> Workload:
+def workload_of(optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool) -> Workload:
     """Workload of a run with natural routing."""
     states = next(name for name, dtype in OURS.items() if dtype == optim.state_dtype)
     return Workload(

@@ -1,4 +1,5 @@
-"""Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the hub."""
+"""Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the
+hub."""
 
 import math
 from collections import Counter
@@ -22,7 +23,8 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, num_elements,
 LOGIT_BYTES = {"whole": (1.0, 8.0), "in_place": (2.0, 0.0), "in_chunks": (1 / 8, 1.0)}
 """Copies of a logit in the compute dtype, and bytes beside them, by `Logits`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Largest number of logits that training holds at a time, by type of device: products of them are still as fast as larger ones."""
+"""Largest number of logits that training holds at a time, by type of device: products of them are still as fast as
+larger ones."""
 
 
 def chunk_rows(vocab_size: int, *, on_gpu: bool) -> int:
@@ -182,16 +184,13 @@ class ModelSizes:
     @cached_property
     def widened_bytes(self) -> float:
         """Bytes that a pass moves to widen all packed experts once: their numbers, and twice the wide ones."""
-        packed = [
-            one
-            for one in self.spec
-            if one.rests is not None and one.rests.format not in ("products", "float32")
-        ]
+        packed = [one for one in self.spec if one.rests is not None and one.rests.format not in ("products", "float32")]
         read = sum(one.rests.num_bytes(one.shape, element_bytes=2) for one in packed if one.rests)
         return read + 4 * num_elements(packed)
 
     def training_flops(self, seq_len: int) -> float:
-        """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
+        """Operations of forward and backward per token of sequences of one length, as is usual: three times the
+        forward."""
         found: float = 2 * self.dim * self.vocab_size * self.logit_share
         for b in self.blocks:
             experts = b.rows_per_token * b.num_matrices * self.dim * b.hidden_dim
@@ -203,7 +202,8 @@ class ModelSizes:
 
 
 def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> ModelSpec:
-    """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and experts.
+    """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and
+    experts.
 
     Args:
         num_rows: rows of embedding and output; 0: a part of a model, which has no last norm.
@@ -220,9 +220,7 @@ def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> Mod
     return ModelSpec(tuple(found))
 
 
-def _parameter(
-    size: int, width: int, role: Role, cut: str | None = None, **experts: int
-) -> Parameter:
+def _parameter(size: int, width: int, role: Role, cut: str | None = None, **experts: int) -> Parameter:
     last = math.gcd(size, width) or 1
     sizes: dict[str, Any] = {
         **experts,
@@ -238,8 +236,8 @@ _Values = Mapping[str, Any]
 def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
     """Sizes of the decoder that a config.json of the hub describes, also of families that our GPT cannot compute.
 
-    Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
-    dense layers, and shared experts. All layers of one kind count as equal.
+    Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer,
+    leading dense layers, and shared experts. All layers of one kind count as equal.
     """
     found = values.get("text_config") or values
     if not isinstance(found, Mapping):
@@ -312,9 +310,7 @@ def _first(v: _Values, *names: str) -> Any:
 def _shared(v: _Values, hidden_dim: int) -> int:
     if "shared_expert_intermediate_size" in v:
         return int(v["shared_expert_intermediate_size"])
-    if (
-        "intermediate_size_mlp" in v
-    ):  # Llama 4 has one beside the routed experts, and no option for it
+    if "intermediate_size_mlp" in v:  # Llama 4 has one beside the routed experts, and no option for it
         return hidden_dim
     return int(_first(v, "n_shared_experts", "num_shared_experts") * hidden_dim)
 

@@ -1,7 +1,8 @@
 """Time of a training step, by part, on one rank of a cluster: a roofline with eight fitted constants (docs/planner.md).
 
-`raw_step` counts seconds at the devices' peaks. `step_seconds` divides them by the efficiency of software (`Efficiency`) and leaves out
-overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch options at run time.
+`raw_step` counts seconds at the devices' peaks. `step_seconds` divides them by the efficiency of software
+(`Efficiency`) and leaves out overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch
+options at run time.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,11 +22,14 @@ HBM = 0.8
 ATTENTION = 0.5
 """Share of the BF16 peak that causal attention reaches."""
 FP8_SHARE = 0.75
-"""Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
+"""Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention
+stay in BF16."""
 FP8_LAUNCHES = 2.0
-"""Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
+"""Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their
+own."""
 ADAPTER_LAUNCHES = 1.5
-"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its products."""
+"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its
+products."""
 ADAM_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
 
@@ -52,7 +56,8 @@ def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficien
 
 
 USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
-"""Constants measured one by one: products, NCCL tables, eager layers of PyTorch. A fit starts from them, and is drawn towards them."""
+"""Constants measured one by one: products, NCCL tables, eager layers of PyTorch. A fit starts from them, and is drawn
+towards them."""
 
 BOUNDS = {
     "dense": (0.4, 0.85),
@@ -173,7 +178,8 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
 
 
 def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
-    """Seconds of the all-gathers and reduce-scatters around attention and MLP, forward and backward (Megatron's sequence parallelism)."""
+    """Seconds of the all-gathers and reduce-scatters around attention and MLP, forward and backward (Megatron's
+    sequence parallelism)."""
     tp = layout.tp_degree
     if tp == 1:
         return 0.0
@@ -183,7 +189,8 @@ def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) 
 
 
 def _sends_s(num_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
-    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual stage."""
+    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual
+    stage."""
     if layout.pp_degree == 1:
         return 0.0
     spans = layout.num_ranks > cluster.node_size
@@ -210,22 +217,19 @@ def _even(top_k: float, num_experts: int, merges: bool) -> TokenLoad:
 
 @dataclass(frozen=True)
 class _LayerLine:
-    """Seconds of a layer per token of a rank, and per part of the tokens: (products, travel within nodes, travel between nodes)."""
+    """Seconds of a layer per token of a rank, and per part of the tokens: (products, travel within nodes, travel
+    between nodes)."""
 
     per_token: tuple[float, float, float]
     per_part: tuple[float, float, float]
 
 
 @cache
-def _layer_line(
-    kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine
-) -> _LayerLine:
+def _layer_line(kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine) -> _LayerLine:
     """The line through `layer_time.step_time` at no token and at many: the time is linear in tokens."""
     many = 1e6
     dispatch = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
-    none, some = (
-        step_time(dispatch, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many)
-    )
+    none, some = (step_time(dispatch, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many))
     fixed = none.products_s, none.travel_s - none.across_s, none.across_s
     found = some.products_s, some.travel_s - some.across_s, some.across_s
     per_token = tuple((s - f) / many for s, f in zip(found, fixed, strict=True))
@@ -264,15 +268,12 @@ def _expert_parts(
     )
     factor, parts = work.imbalance * work.capacity_factor, layout.overlap_degree
     grouped, inside, across = (
-        factor * T * token + parts * part
-        for token, part in zip(line.per_token, line.per_part, strict=True)
+        factor * T * token + parts * part for token, part in zip(line.per_token, line.per_part, strict=True)
     )
     again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
     products = (
-        again
-        - (1 / 3 if sizes.learning_share < 1 else 0)
-        + (first_product if layout.checkpointing == "experts" else 0)
+        again - (1 / 3 if sizes.learning_share < 1 else 0) + (first_product if layout.checkpointing == "experts" else 0)
     )
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
     trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
@@ -284,15 +285,11 @@ def _expert_parts(
         "exchange_across_s": trips * across,
     }
     if work.one_hot:  # T x (E C) masks, and products with them in encode and decode
-        found["one_hot_s"] = (
-            layout.passes - 1
-        ) * 4 * T * rows * D / peak + again * ONE_HOT_MASK_BYTES * T * rows / hbm
+        found["one_hot_s"] = (layout.passes - 1) * 4 * T * rows * D / peak + again * ONE_HOT_MASK_BYTES * T * rows / hbm
     return found
 
 
-def _weights(
-    sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster
-) -> dict[str, float]:
+def _weights(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> dict[str, float]:
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
     other = OTHERS.get(work.states)
@@ -310,9 +307,7 @@ def _weights(
     expert_gather = gathers * of_experts(experts * b, count=moe_layers)
     expert_sum = of_experts(experts * gradient, count=moe_layers)
     held = dense / shard + experts / replicas
-    sums = 2 * _collective_s(
-        cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers
-    )
+    sums = 2 * _collective_s(cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers)
     # This project reduces experts' gradients in each pass; other software once per step where weights stay gathered.
     each, step = 0.0, sums
     if layout.zero_stage == 3 or work.states in OURS:
@@ -339,11 +334,9 @@ def _weights(
     }
 
 
-def _collective_s(
-    cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float
-) -> float:
-    """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride` apart.
-    """
+def _collective_s(cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float) -> float:
+    """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride`
+    apart."""
     if ranks == 1 or not num_bytes:
         return 0.0
     network, per_node = network_of(cluster), cluster.node_size
@@ -366,8 +359,8 @@ _GRAPHS = {"graphs": 0.5, "fused": 1.0, "whole_graph": 2.0}
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     """Seconds of a step by part, with software of a known efficiency.
 
-    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes of it
-    first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
+    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes
+    of it first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
     """
     old = e.old if raw.stack == "2021" else 1.0
     m = raw.accumulation

@@ -1,4 +1,5 @@
-"""Formats of weights that are served: bytes of a weight with its scales, and the precision of its products, by part of a model."""
+"""Formats of weights that are served: bytes of a weight with its scales, and the precision of its products, by part of
+a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,8 +28,8 @@ FORMATS: Mapping[FormatName, ServedFormat] = {
     "mxfp4": ServedFormat(0.5 + 1 / 32, "bfloat16"),
     "nvfp4": ServedFormat(0.5 + 1 / 16, "float8"),
 }
-"""Formats by name: FP8 with a scale for 128 x 128 weights, int8 by row, int4 in groups of 64, MXFP4 in blocks of 32, NVFP4
-of 16. Four-bit weights are widened for their products, NVFP4's to FP8."""
+"""Formats by name: FP8 with a scale for 128 x 128 weights, int8 by row, int4 in groups of 64, MXFP4 in blocks of 32,
+NVFP4 of 16. Four-bit weights are widened for their products, NVFP4's to FP8."""
 
 
 def _is_format(name: str) -> TypeGuard[FormatName]:
@@ -67,15 +68,11 @@ class Weights:
         for word in text.split(","):
             part, equals, name = word.strip().rpartition("=")
             if not _is_format(name):
-                raise ConfigError(
-                    "weights", text, f"must have formats of {', '.join(FORMATS)}", "name one"
-                )
+                raise ConfigError("weights", text, f"must have formats of {', '.join(FORMATS)}", "name one")
             if not equals:
                 found = Weights.all(name)
             elif part not in PARTS:
-                raise ConfigError(
-                    "weights", text, f"must name parts of {', '.join(PARTS)}", "name one"
-                )
+                raise ConfigError("weights", text, f"must name parts of {', '.join(PARTS)}", "name one")
             else:
                 found = replace(found, **{part: name})
         return found

@@ -100,9 +100,7 @@ def _make_cache(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
-            "data.cache_dir", path, "is a file or below a file", "choose a folder"
-        ) from None
+        raise ConfigError("data.cache_dir", path, "is a file or below a file", "choose a folder") from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
             raise

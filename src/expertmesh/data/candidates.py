@@ -67,7 +67,8 @@ class Notices:
 
 
 def find_documents(config: TextConfig, notices: Notices) -> tuple[str, list[CandidateDocument]]:
-    """Description of the text, and its documents, before any is read. `notices`: receives the files that are left out."""
+    """Description of the text, and its documents, before any is read. `notices`: receives the files that are left
+    out."""
     if config.dataset is not None:
         return f"dataset {config.dataset}", _dataset(config.dataset, config.column)
     if config.path is None:
@@ -82,9 +83,7 @@ def find_documents(config: TextConfig, notices: Notices) -> tuple[str, list[Cand
     for number, place in enumerate(places):
         for c in _of_place(place, config, notices):
             shown = f"{place.name}: {c.shown}" if c.shown else ""
-            candidates.append(
-                CandidateDocument(f"{number}:{c.name}", c.read, number, c.name, shown)
-            )
+            candidates.append(CandidateDocument(f"{number}:{c.name}", c.read, number, c.name, shown))
     return f"{len(places)} places from {places[0].name}", candidates
 
 
@@ -125,9 +124,7 @@ def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] 
 def _of_rows(rows: Iterable[Row], name: str) -> Iterator[CandidateDocument]:
     for index, row in enumerate(rows):
         shown = row.at(name)
-        yield CandidateDocument(
-            shown if row.kind != TEXT else f"{name}#{index:09d}", row, shown=shown
-        )
+        yield CandidateDocument(shown if row.kind != TEXT else f"{name}#{index:09d}", row, shown=shown)
 
 
 def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[CandidateDocument]:
@@ -165,9 +162,11 @@ def _of_one_file(path: Path, config: TextConfig, notices: Notices) -> list[Candi
 def _of_folder(
     root: Path, found: Sequence[Path], config: TextConfig, notices: Notices, *, ending: str | None
 ) -> Iterator[CandidateDocument]:
-    """Documents of a folder's files: one of each text; a file that is a large share of the text is cut like a single file.
+    """Documents of a folder's files: one of each text; a file that is a large share of the text is cut like a single
+    file.
 
-    A file without known records is a text if its ending is in `MAY_BE_TEXT`, unless a pattern asks for this very `ending`.
+    A file without known records is a text if its ending is in `MAY_BE_TEXT`, unless a pattern asks for this very
+    `ending`.
     """
     sizes = {}
     for path in Progress("looked at", total=len(found), unit="files").over(found):
@@ -275,9 +274,7 @@ def _dataset(name: str, column: str | None) -> list[CandidateDocument]:
         rows = datasets.load_dataset(name, split="train")
     except Exception as error:  # the library raises many kinds, plain Exception among them
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            "data.dataset", name, f"cannot be loaded ({reason})", "check the name"
-        ) from None
+        raise ConfigError("data.dataset", name, f"cannot be loaded ({reason})", "check the name") from None
     if not len(rows):
         return []
     where = named("data.dataset", name)

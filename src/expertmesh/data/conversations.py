@@ -70,7 +70,8 @@ an input's conversation in its row, from 1, 0 where padded}."""
 class _SplitSequences:
     """The sequences of one split, memory-mapped.
 
-    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`, row by row.
+    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`,
+    row by row.
     """
 
     tokens_N: np.ndarray
@@ -183,8 +184,8 @@ class ConversationData:
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
             f"{corpus.source}: {num_sequences:,} training and {self.num_validation:,} validation "
-            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
-            + (f", in {len(self._training):,} packed rows" if config.pack else "")
+            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} "
+            "training tokens are the assistant's" + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
     def batch(self, first_sample: int, num_samples: int) -> Rows:
@@ -248,23 +249,21 @@ def _fill(
     if tokenizer is None:
         most = 257 + len(MARKS) + sum(document.num_bytes for document in corpus.training)
         say(f"learning a tokenizer of {vocab_size:,} tokens")
-        tokenizer = train_tokenizer(
-            _contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS
-        )
+        tokenizer = train_tokenizer(_contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS)
         say("")
     tokenizer = save_tokenizer(tokenizer, folder)
     form = _form(tokenizer, path, is_plain=is_plain)
     left_out = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
-        found = _write(
-            folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, left_out=left_out)
-        )
+        found = _write(folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, left_out=left_out))
         if not found["sequences"]:
             reasons = "".join(f"{n:,} {reason}, " for reason, n in left_out.counts.items())
             raise ConfigError(
-                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its first "
-                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise {named('data.seq_len')}"
+                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its "
+                "first "
+                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise "
+                f"{named('data.seq_len')}"
             )
         if side == "training":
             index |= found
@@ -277,7 +276,8 @@ def _notes(corpus: Corpus, left_out: LeftOut, seq_len: int) -> list[str]:
     for reason, count in left_out.counts.items():
         what = "" if reason in _SAID else "are left out: they"
         fix = {
-            _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
+            _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and "
+            f"{named('model.max_seq_len')}",
             _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
         rows = _PLURALS[corpus.kind]
@@ -329,7 +329,8 @@ def rows_of_talk(
     seq_len: int,
     left_out: LeftOut,
 ) -> Iterator[LearnedRow]:
-    """Sequences of a conversation, each with at least one learned target; `left_out` counts it where it is cut or left out."""
+    """Sequences of a conversation, each with at least one learned target; `left_out` counts it where it is cut or left
+    out."""
     if (problem := form.problem(conversation)) is not None:
         left_out.add(problem, name)
         return
@@ -365,8 +366,4 @@ def rows_of_talk(
 def _last_of_answers(spans: Sequence[TokenSpan]) -> set[int]:
     """Last tokens of the answers; learned spans in a row are one answer."""
     following = [*spans[1:], TokenSpan([], False)]
-    return {
-        one.ids[-1]
-        for one, after in zip(spans, following, strict=True)
-        if one.is_learned and not after.is_learned
-    }
+    return {one.ids[-1] for one, after in zip(spans, following, strict=True) if one.is_learned and not after.is_learned}

@@ -1,7 +1,7 @@
 """Decoding of bytes to text: one rule, for training texts, parallel text, prompts, standard input and configurations.
 
-Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark overrides the
-name, since hardly any text begins with its characters, and is removed. Bytes with a NUL character are no text.
+Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark overrides
+the name, since hardly any text begins with its characters, and is removed. Bytes with a NUL character are no text.
 """
 
 import codecs
@@ -78,9 +78,7 @@ def _not_text(data: bytes, name: str) -> NotTextError:
     shown = name.upper() if name.startswith("utf-") else name
     looks = _looks_like(data[:_LOOKED_AT])
     if looks == _OTHER and name == "utf-8":
-        return NotTextError(
-            "is not UTF-8 text, but of another encoding", "files are not UTF-8 text"
-        )
+        return NotTextError("is not UTF-8 text, but of another encoding", "files are not UTF-8 text")
     if looks in (None, _OTHER, name):
         return NotTextError(f"is a binary file, and no {shown} text", BINARY)
     return NotTextError(

@@ -1,7 +1,7 @@
 """Text files: found below a folder, counted where they are left out, and read, also from packed files.
 
-A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names that are not UTF-8 have Python's escapes for
-their bytes.
+A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names that are not UTF-8 have Python's
+escapes for their bytes.
 """
 
 import gzip
@@ -45,9 +45,7 @@ class _ByteBlocks(io.RawIOBase):
 def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
     """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own."""
     if importlib.util.find_spec("zstandard") is None:
-        raise ConfigError(
-            f"{what}: needs the package 'zstandard'; install it with: pip install zstandard"
-        )
+        raise ConfigError(f"{what}: needs the package 'zstandard'; install it with: pip install zstandard")
     import zstandard
 
     def blocks() -> Iterator[bytes]:
@@ -186,9 +184,7 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
     return found, left_out
 
 
-def _folders(
-    root: Path, left_out: LeftOut, *, follow_links: bool
-) -> Iterator[tuple[Path, list[str]]]:
+def _folders(root: Path, left_out: LeftOut, *, follow_links: bool) -> Iterator[tuple[Path, list[str]]]:
     def complain(error: OSError) -> None:
         left_out.add(NOT_READABLE, str(error.filename))
 

@@ -77,9 +77,7 @@ def _table(path: Path, reading: Reading) -> list[Row]:
                 found.append((line, cells))
             line = lines.line_num + 1
     except csv.Error as error:
-        raise NoRecordsError(
-            f"is no table (line {line}: {error})", "; quote what has quotes in it"
-        ) from None
+        raise NoRecordsError(f"is no table (line {line}: {error})", "; quote what has quotes in it") from None
     finally:
         csv.field_size_limit(before)
     if not found:
@@ -93,7 +91,8 @@ def _table(path: Path, reading: Reading) -> list[Row]:
     for line, cells in rows:
         if len(cells) != len(names):
             raise ConfigError(
-                f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has {separator!r} in it"
+                f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has "
+                f"{separator!r} in it"
             )
     return [Row(partial(named_cells, cells), shape, "line", line, where) for line, cells in rows]
 
@@ -114,9 +113,7 @@ def _named(names: list[str], cells: list[str], *, column: str | None) -> dict[st
 def _parquet(path: Path, reading: Reading) -> list[Row]:
     """The rows of a Parquet file, in memory."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            "data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow"
-        )
+        raise ConfigError("data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow")
     from pyarrow import ArrowException, parquet
 
     try:
@@ -138,10 +135,7 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
     records = (read() for read in readers)
     shape = found_shape(records, names, reading.column, what="its table")
     where = named("data.path", printable(str(path)))
-    return [
-        Row(read, shape, "row", number, where, reading.encoding)
-        for number, read in enumerate(readers, 1)
-    ]
+    return [Row(read, shape, "row", number, where, reading.encoding) for number, read in enumerate(readers, 1)]
 
 
 def _cells(batch: Any, index: int) -> dict[str, Any]:
@@ -172,8 +166,8 @@ def _tokenizer(path: str) -> Any:
 def _megatron(path: Path, reading: Reading) -> list[Row]:
     """The documents of Megatron's NAME.bin with its NAME.idx, decoded to text.
 
-    The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence (int32),
-    its first byte (int64), and the number of the first sequence of each document (int64).
+    The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence
+    (int32), its first byte (int64), and the number of the first sequence of each document (int64).
     """
     tokenizer = reading.tokenizer
     if tokenizer is None:
@@ -187,9 +181,7 @@ def _megatron(path: Path, reading: Reading) -> list[Row]:
     data = index.read_bytes()
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     if not data.startswith(_MAGIC) or len(data) < head:
-        raise ConfigError(
-            "data.path", path, f"{index.name} beside it is no Megatron index", "write it again"
-        )
+        raise ConfigError("data.path", path, f"{index.name} beside it is no Megatron index", "write it again")
     _, code, count, borders = struct.unpack_from("<QBQQ", data, len(_MAGIC))
     if code not in _TYPES or len(data) < head + 12 * count + 8 * borders:
         raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
@@ -201,9 +193,7 @@ def _megatron(path: Path, reading: Reading) -> list[Row]:
         raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
     last_start = path.stat().st_size - item * sizes.astype(np.int64)
     if ((sizes < 0) | (starts < 0) | (starts > last_start)).any():
-        raise ConfigError(
-            "data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again"
-        )
+        raise ConfigError("data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again")
     rows: list[Row] = []
     where = named("data.path", printable(str(path)))
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
@@ -224,4 +214,5 @@ FORMATS: dict[str, Callable[[Path, Reading], list[Row]]] = {
 }
 """Functions that read the documents of files, by ending."""
 MAY_BE_TEXT = frozenset({".json", ".csv", ".tsv"})
-"""Endings of files that are learned as text if they hold no known records, since programs and texts come with such files."""
+"""Endings of files that are learned as text if they hold no known records, since programs and texts come with such
+files."""

@@ -223,6 +223,4 @@ def _check_json(text: str) -> None:
 
 def _no_json(text: str, at: int) -> NoRecordsError:
     line = text.count("\n", 0, at) + 1
-    return NoRecordsError(
-        f"is no JSON (line {line})", "; correct it, or write one object on each line"
-    )
+    return NoRecordsError(f"is no JSON (line {line})", "; correct it, or write one object on each line")

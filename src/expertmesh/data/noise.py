@@ -47,8 +47,8 @@ def add_noise(
     """A noised copy of a text.
 
     First the sentences are permuted, then spans are masked until `fraction` of the tokens is gone. A span starts at a
-    token drawn uniformly, and its length is drawn from a Poisson distribution (at least 1; it ends before the text's end
-    and before an earlier span). One mask replaces the whole span.
+    token drawn uniformly, and its length is drawn from a Poisson distribution (at least 1; it ends before the text's
+    end and before an earlier span). One mask replaces the whole span.
 
     Args:
         sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences are not permuted.

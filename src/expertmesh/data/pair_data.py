@@ -29,10 +29,11 @@ class PairData(ConversationData):
         super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
 
     def samples(self, side: str, which: Sequence[int]) -> Rows:
-        """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones in the second.
+        """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones
+        in the second.
 
-        Further entries are "place" (B, K), the indices of the pairs in each sample (K is 1, or larger where rows are packed; -1: there is
-        none), and "reference" (B, K, 2), if there is one.
+        Further entries are "place" (B, K), the indices of the pairs in each sample (K is 1, or larger where rows are
+        packed; -1: there is none), and "reference" (B, K, 2), if there is one.
         """
         ids, targets, more = super().samples(side, which)
         pairs = {name: x.unflatten(0, (-1, 2)) for name, x in more.items()}

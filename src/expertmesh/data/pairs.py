@@ -1,4 +1,5 @@
-"""Forms in which files hold pairs of answers, a chosen and a rejected one, to a prompt: TRL's, LLaMA-Factory's, ms-swift's."""
+"""Forms in which files hold pairs of answers, a chosen and a rejected one, to a prompt: TRL's, LLaMA-Factory's,
+ms-swift's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -66,9 +67,7 @@ def _rejected_messages(values: Mapping[str, Any]) -> Pair:
     return _with_common_prompt(*([turn(one) for one in messages] for messages in whole))
 
 
-PAIR_FORMS: Mapping[
-    tuple[str, ...], tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Pair]]
-] = {
+PAIR_FORMS: Mapping[tuple[str, ...], tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Pair]]] = {
     ("prompt", *SIDES): ((), _with_prompt),
     ("conversations", *SIDES): ((), _ranked),
     ("instruction", *SIDES): (("input", "history"), _of_instruction),
@@ -89,14 +88,13 @@ def _pair(prompt: list[Any], chosen: list[Any], rejected: list[Any]) -> Pair:
 def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> Pair:
     """A pair of conversations, whose prompt is all that comes before the first turn that differs."""
     count = _common(chosen, rejected)
-    if count == min(
-        len(chosen), len(rejected)
-    ):  # one is the beginning of the other, or both are equal
+    if count == min(len(chosen), len(rejected)):  # one is the beginning of the other, or both are equal
         count = max((i for i in range(count) if _role(chosen[i:]) == "assistant"), default=count)
     rest = chosen[count:], rejected[count:]
     if not all(_role(side) == "assistant" for side in rest):
         raise ValueError(
-            f"has different prompts in {SIDES[0]!r} and {SIDES[1]!r}: they differ in message {count + 1}, which is no answer"
+            f"has different prompts in {SIDES[0]!r} and {SIDES[1]!r}: they differ in message {count + 1}, which is no "
+            "answer"
         )
     return _pair(chosen[:count], *rest)
 

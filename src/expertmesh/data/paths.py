@@ -41,9 +41,7 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
             paths, weight = _matching(name), _weight(named[2], text)
         if not paths:
             what = "matches nothing" if glob.has_magic(text) else "does not exist"
-            raise ConfigError(
-                "data.path", printable(text), f"{what}", "give a text file or a folder"
-            )
+            raise ConfigError("data.path", printable(text), f"{what}", "give a text file or a folder")
         pattern = expanded(name)
         root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
         found.append(WeightedPath(paths, root, weight, str(pattern)))
@@ -89,6 +87,4 @@ def _matching(text: str) -> list[Path]:
         return []
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
     folders = {path for path in found if path.is_dir()}
-    return [
-        path for path in found if folders.isdisjoint(path.parents)
-    ]  # files below a matched folder come with it
+    return [path for path in found if folders.isdisjoint(path.parents)]  # files below a matched folder come with it

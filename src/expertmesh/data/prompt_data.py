@@ -57,7 +57,8 @@ class PromptData:
         path = None if config.encode_with is None else expanded(config.encode_with)
         if path is None:
             raise ConfigError(
-                f"{named('objective.name')}: prompts need the tokenizer of a trained model; name its folder in the place of the"
+                f"{named('objective.name')}: prompts need the tokenizer of a trained model; name its folder in the "
+                "place of the"
                 f" recipe, or {named('data.encode_with')}"
             )
         self.tokenizer = given_tokenizer(path, vocab_size=vocab_size)
@@ -111,7 +112,8 @@ class _Rendered:
             raise ConfigError(f"{named('data.path')}: {where}: {error}") from None
         if len(ids) > self.room:
             raise ConfigError(
-                f"{named('data.path')}: {where}: the prompt has {len(ids)} tokens, and {named('rl.max_tokens')} leaves room for"
+                f"{named('data.path')}: {where}: the prompt has {len(ids)} tokens, and {named('rl.max_tokens')} "
+                "leaves room for"
                 f" {self.room}; shorten it, lower that, or raise {named('data.seq_len')}"
             )
         return PromptRecord(given, tuple(ids), columns, where)
@@ -132,7 +134,8 @@ class _Rendered:
         talk = checked({MESSAGES: messages, **beside})
         if talk[MESSAGES][-1]["role"] == "assistant":
             raise ValueError(
-                "its last turn is an answer, which the model is to write; take it out, or move it to a column of its own"
+                "its last turn is an answer, which the model is to write; take it out, or move it to a column of its "
+                "own"
             )
         if (problem := self.form.problem(talk)) is not None:
             raise ValueError(f"has messages that {problem}")
@@ -153,24 +156,22 @@ def _records(config: TextConfig) -> tuple[str, list[_Record], list[_Record]]:
     for name, read, place, own_name, shown in candidates:
         if not isinstance(read, Row) or read.shape is None:
             raise ConfigError(
-                f"{option_of(config)}: {shown or name} is no record of a prompt; give .jsonl, .json, .csv or .parquet with a field"
+                f"{option_of(config)}: {shown or name} is no record of a prompt; give .jsonl, .json, .csv or .parquet "
+                "with a field"
                 f" {column!r}, or name another: {named('data.column', 'NAME')}"
             )
         values = _values(read, column, shown or name)
         key = json.dumps(values[column], sort_keys=True)
         found[name] = values, column, shown or name
-        documents.append(
-            Document(
-                name, len(key), hashlib.sha256(key.encode()).digest(), _reader(key), place, own_name
-            )
-        )
+        documents.append(Document(name, len(key), hashlib.sha256(key.encode()).digest(), _reader(key), place, own_name))
     for kind in (notices.left_out, notices.as_text):
         if kind.total:
             note(Line(f"{option_of(config)}: left out: {kind}"))
     sides = split_documents(documents, config.validation_fraction) if documents else ([], [])
     if not all(sides):
         raise ConfigError(
-            f"{option_of(config)}: {len(documents)} prompts cannot be split into training and validation, which equal ones do"
+            f"{option_of(config)}: {len(documents)} prompts cannot be split into training and validation, which equal "
+            "ones do"
             " not cross; give more"
         )
     training, validation = ([found[one.name] for one in side] for side in sides)
@@ -189,7 +190,8 @@ def _values(row: Row, column: str, where: str) -> Mapping[str, Any]:
     given = values.get(column) if isinstance(values, Mapping) else None
     if not (isinstance(given, str | list) and given):
         raise ConfigError(
-            f"{named('data.path')}: {where}: has no text or list of messages in {column!r}; correct it, or name another:"
+            f"{named('data.path')}: {where}: has no text or list of messages in {column!r}; correct it, or name "
+            "another:"
             f" {named('data.column', 'NAME')}"
         )
     return dict(values)

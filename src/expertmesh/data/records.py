@@ -66,11 +66,7 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
         return None
     name = column or TEXT
     value = values.get(name)
-    talk = (
-        None
-        if column is not None
-        else next((s for s in (*PAIRS, *SHAPES) if _fits(values, s)), None)
-    )
+    talk = None if column is not None else next((s for s in (*PAIRS, *SHAPES) if _fits(values, s)), None)
     if isinstance(value, str | bytes):
         return Shape((name,), beside=() if talk is None else talk.needed)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -78,9 +74,7 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
     return talk
 
 
-def found_shape(
-    records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str
-) -> Shape:
+def found_shape(records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str) -> Shape:
     """The shape of a file's records, taken from the first record with a shape.
 
     Args:
@@ -109,7 +103,8 @@ def found_shape(
     known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES, *PAIRS))
     raise NoRecordsError(
         f"{what} has {shown}",
-        f", and none of what is read ({known}); rename fields, or name the one with the text: {named('data.column', 'NAME')}",
+        f", and none of what is read ({known}); rename fields, or name the one with the text: "
+        f"{named('data.column', 'NAME')}",
     )
 
 
@@ -204,7 +199,8 @@ class Row:
 
 
 def _conversation(values: Any, shape: Shape) -> Conversation:
-    """The conversation of a record, or its pair of answers with their prompt; raises a ValueError if the record is none."""
+    """The conversation of a record, or its pair of answers with their prompt; raises a ValueError if the record is
+    none."""
     if not isinstance(values, Mapping):
         raise ValueError("is no object")
     if missing := [name for name in shape.needed if values.get(name) is None]:
@@ -283,14 +279,11 @@ SHAPES = (
         ("input", "history", "system"),
         partial(_instruction, beside="input", answer="output"),
     ),
-    Shape(
-        _DOLLY, ("context", "system"), partial(_instruction, beside="context", answer="response")
-    ),
+    Shape(_DOLLY, ("context", "system"), partial(_instruction, beside="context", answer="response")),
     Shape(("prompt", "completion"), ("system", "tools"), _completion),
 )
 """Shapes of conversations; the first that fits is used."""
 PAIRS = tuple(
-    Shape(needed, ("system", "tools", *more), function, is_pair=True)
-    for needed, (more, function) in PAIR_FORMS.items()
+    Shape(needed, ("system", "tools", *more), function, is_pair=True) for needed, (more, function) in PAIR_FORMS.items()
 )
 """Shapes of pairs of answers, looked for first."""

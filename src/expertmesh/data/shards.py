@@ -57,9 +57,7 @@ class TokenData:
     corpus: Corpus  # the documents
 
 
-def prepare_tokens(
-    config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None
-) -> TokenData:
+def prepare_tokens(config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None) -> TokenData:
     """Find the corpus, train the tokenizer and encode the documents, unless the cache has them."""
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
@@ -104,9 +102,7 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
         say(f"learning a tokenizer of {vocab_size:,} tokens")
         tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         say("")
-    tokenizer = save_tokenizer(
-        tokenizer, folder
-    )  # encode with the saved tokenizer, as all later readers do
+    tokenizer = save_tokenizer(tokenizer, folder)  # encode with the saved tokenizer, as all later readers do
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
     for name, documents in (("training", corpus.training), ("validation", corpus.validation)):
@@ -120,17 +116,12 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _write_tokens(
-    path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
-) -> list[int]:
+def _write_tokens(path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str) -> list[int]:
     """Write the tokens; returns the number of tokens up to the end of each document."""
     ends: list[int] = []
     num_tokens = 0
     end_id = end_of_text_id(tokenizer)
-    batches = [
-        documents[start : start + _BATCH_DOCUMENTS]
-        for start in range(0, len(documents), _BATCH_DOCUMENTS)
-    ]
+    batches = [documents[start : start + _BATCH_DOCUMENTS] for start in range(0, len(documents), _BATCH_DOCUMENTS)]
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with path.open("wb") as file:
         for batch in progress.over(batches, lambda batch: sum(d.num_bytes for d in batch)):

@@ -56,7 +56,8 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
     other = next(one for one, kinds in _LEARNED.items() if one != "auto" and corpus.kind in kinds)
     if objective == "auto":
         raise ConfigError(
-            f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give {named('objective.name', other)}, "
+            f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give "
+            f"{named('objective.name', other)}, "
             f"to learn the right answers alone {named('objective.name', 'sft')} and {named('data.column', 'chosen')}"
         )
     raise ConfigError(
@@ -70,9 +71,7 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
 class TextData:
     """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens."""
 
-    def __init__(
-        self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None
-    ) -> None:
+    def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None) -> None:
         tokens = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus)
         self.key, self.corpus = tokens.key, tokens.corpus
         given = None if config.encode_with is None else expanded(config.encode_with)
@@ -97,8 +96,9 @@ class TextData:
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
         """Inputs and targets, each (num_samples, S) int64.
 
-        With a document mask or several entries of `data.path`, a third entry: {"document": (num_samples, S), number of each input's
-        document; "label": (num_samples,), number of the entry of the document in which a window begins}, both int64.
+        With a document mask or several entries of `data.path`, a third entry: {"document": (num_samples, S), number of
+        each input's document; "label": (num_samples,), number of the entry of the document in which a window begins},
+        both int64.
         """
         total, seed = self.windows.num_windows, self.windows.seed
         which = shuffled(first_sample, num_samples, total=total, seed=seed)
@@ -111,14 +111,16 @@ class TextData:
         return (ids_BS, targets_BS, more) if more else (ids_BS, targets_BS)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Any, ...]]:
-        """Batches of inputs, targets, and bytes of text of each target, (B, S) int64; with a document mask, {"document": (B, S)}, too."""
+        """Batches of inputs, targets, and bytes of text of each target, (B, S) int64; with a document mask,
+        {"document": (B, S)}, too."""
         for ids_BS, targets_BS in self._validation.batches(max_samples, batch_size):
             found = ids_BS, targets_BS, self._num_bytes_V[targets_BS]
             more = self._documents(ids_BS)
             yield (*found, more) if more else found
 
     def _documents(self, ids_BS: Tensor) -> dict[str, Tensor]:
-        """Number of each input's document: end-of-text tokens so far. A document begins with the end of the one before."""
+        """Number of each input's document: end-of-text tokens so far. A document begins with the end of the one
+        before."""
         return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}
 
 

@@ -29,9 +29,7 @@ class Windows:
         Returns:
             Inputs and targets, each (num_samples, S) int64 on the CPU; targets are inputs shifted by one token.
         """
-        return self.windows(
-            shuffled(first_sample, num_samples, total=self.num_windows, seed=self.seed)
-        )
+        return self.windows(shuffled(first_sample, num_samples, total=self.num_windows, seed=self.seed))
 
     def batches(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of at most max_samples windows (None: all), evenly spaced over the array."""

@@ -72,7 +72,8 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, starts_ptr, num_sequences, BINS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence of a tile: the tiles of sequence b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers of queries."""
+    """Sequence of a tile: the tiles of sequence b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers
+    of queries."""
     bins = tl.arange(0, BINS)
     inside = bins < num_sequences
     first_tiles = tl.load(starts_ptr + bins, mask=inside, other=0) // BLOCK_Q + bins
@@ -150,7 +151,8 @@ def _attend(
     BLOCK_V: tl.constexpr,
     REST_V: tl.constexpr,
 ):
-    """Attend with a tile of queries and query heads; with parts_ptr to one part of the keys, whose result is kept there."""
+    """Attend with a tile of queries and query heads; with parts_ptr to one part of the keys, whose result is kept
+    there."""
     tile, part_id = tl.program_id(0), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     key_head = (tl.program_id(1) // head_blocks).to(tl.int64)
@@ -176,9 +178,7 @@ def _attend(
     q_rows = q_ptr + t * q_stride_t + head * q_stride_h
     q = row
     if BLOCK_D >= DIM:
-        q = tl.load(
-            q_rows[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0
-        )
+        q = tl.load(q_rows[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
     if REST_V > 0:
         v_rest = BLOCK_V + tl.arange(0, REST_V)
     most = tl.full((BLOCK_Q * BLOCK_G,), float("-inf"), tl.float32)
@@ -229,14 +229,10 @@ def _attend(
             if REST_V > 0:
                 is_rest = is_key[:, None] & (v_rest < SIZE)[None, :]
                 rest = tl.load(values[:, None] + v_rest[None, :], mask=is_rest, other=0.0)
-                own_rest = tl.dot(
-                    rounded, rest, own_rest * before[:, None], input_precision=PRECISION
-                )
+                own_rest = tl.dot(rounded, rest, own_rest * before[:, None], input_precision=PRECISION)
             own_most = new_most
         if parts_ptr is None:
-            most, total, y, y_rest = _merge(
-                most, total, y, y_rest, own_most, own_total, own, own_rest, REST_V
-            )
+            most, total, y, y_rest = _merge(most, total, y, y_rest, own_most, own_total, own, own_rest, REST_V)
         else:
             most, total, y, y_rest = own_most, own_total, own, own_rest
     if parts_ptr is None:

@@ -304,9 +304,7 @@ def hidden_grad(
         _hidden_grad,
         grid,
         grad_TD,
-        TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n])
-        if config.tma
-        else w_out_EDF,
+        TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n]) if config.tma else w_out_EDF,
         weights_TK,
         h_RH,
         rows.token_of_row_N,

@@ -74,7 +74,8 @@ def _up(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of half height."""
+    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of
+    half height."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -171,7 +172,8 @@ def _store_hidden(
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of registers."""
+    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of
+    registers."""
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
@@ -302,9 +304,7 @@ def _rows_tile(
         store_rows(y, total, row, live, first, end, n, N, RAGGED)
 
 
-def row_options(
-    config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int
-) -> tuple[tuple[int], dict[str, Any]]:
+def row_options(config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int) -> tuple[tuple[int], dict[str, Any]]:
     """Grid, constants and launch options of a GEMM over routed rows with n columns and a sum over k."""
     bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
     return (min(config.num_programs * tile.programs, bound),), {

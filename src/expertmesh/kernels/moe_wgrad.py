@@ -190,7 +190,8 @@ def _gather_rows(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _gather_columns(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a block of rows transposed, like `_gather_rows`. By transposed pointers, because sm_80 copies asynchronously only then."""
+    """Load a block of rows transposed, like `_gather_rows`. By transposed pointers, because sm_80 copies asynchronously
+    only then."""
     columns = column + tl.arange(0, BLOCK)
     mask = live[None, :] if EVEN else live[None, :] & (columns < width)[:, None]
     return tl.load(source + row[None, :] * width + columns[:, None], mask=mask, other=0.0)

@@ -56,7 +56,8 @@ def _quantized_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out[row, n] = sum over k of x[row, k] W[e, n, k] with scaled numbers of W; FP8 blocks start anew every F rows."""
+    """Compute out[row, n] = sum over k of x[row, k] W[e, n, k] with scaled numbers of W; FP8 blocks start anew every F
+    rows."""
     m = tl.program_id(0)
     if m >= tl.load(num_tiles_ptr):
         return

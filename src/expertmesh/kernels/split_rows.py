@@ -143,9 +143,7 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
         num_warps=4,
     )
     work = torch.empty(2 * most - 1, M, N, dtype=torch.float32, device=offsets_E.device)
-    return Pieces(
-        start, end, expert, place, num_pieces, split[0], split[1], split[2], split[3], work
-    )
+    return Pieces(start, end, expert, place, num_pieces, split[0], split[1], split[2], split[3], work)
 
 
 def add(pieces: Pieces, out: Tensor, *, accumulate: bool) -> None:

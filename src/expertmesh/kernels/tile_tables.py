@@ -64,9 +64,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "direct-stores": Table(_DIRECT, leaves_low=False),
         "3-stages": Table({"num_stages": 3}),
         # a step of 128 x 128 reads 64 bytes per clock from L2, a step of 128 x 256 reads 48
-        "wide-hidden": Table(
-            only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False
-        ),
+        "wide-hidden": Table(only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False),
         "half-columns": Table({"num_warps": 8}, {"num_warps": 8}, columns=128),
         "half-rows": Table({"block_m": 64, "tails": False}),
     }
@@ -75,7 +73,8 @@ TABLES: dict[str, dict[str, Table]] = {
     "gfx942": _GROUPS,
     "interpreter": {"low-tails": Table({"tails": True}, leaves_low=False)} | _GROUPS,
 }
-"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by descriptor."""
+"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by
+descriptor."""
 
 
 def names(arch: str) -> tuple[str, ...]:
@@ -93,15 +92,11 @@ def selected() -> str:
     return os.environ.get(FLAG, "") or DEFAULT
 
 
-def changes(
-    arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int
-) -> dict[str, Any]:
+def changes(arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
     """Changes of a table in a GEMM's tile, by attributes of `Tile`."""
     if table == DEFAULT:
         return {}
     known = TABLES.get(arch, {})
     if table not in known:
-        raise ConfigError(
-            f"{FLAG}={table}: {arch} has no such table of tiles; take one of {', '.join(names(arch))}"
-        )
+        raise ConfigError(f"{FLAG}={table}: {arch} has no such table of tiles; take one of {', '.join(names(arch))}")
     return known[table].changes(gemm, block_m, block_n, num_branches)

@@ -214,9 +214,7 @@ def _by_table(
     columns = min(rows.block_n, tile_tables.hidden_columns(arch, table))
     hidden = replace(rows, block_n=_fit(columns, hidden_dim), source=UNTUNED)
     if arch == "sm_90":
-        hidden = replace(
-            hidden, fetch=True, chunk=None if singly or itemsize > 2 else _HOPPER_CHUNK
-        )
+        hidden = replace(hidden, fetch=True, chunk=None if singly or itemsize > 2 else _HOPPER_CHUNK)
     w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
     w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
     w_out = replace(weight, block_m=_fit(weight.block_m, dim))
@@ -261,7 +259,8 @@ def _is_described(tensor: Tensor) -> bool:
 
 
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
-    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low tiles."""
+    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low
+    tiles."""
     if arch == "interpreter":
         return Tile(32, 64, 64, 4, 1, group_m=2)
     if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
@@ -294,9 +293,7 @@ def _rows_tile_fp32(arch: str, rows_per_expert: float) -> Tile:
     if rows_per_expert < 256:
         # four warps spill 128 bytes per thread on Blackwell (Triton 3.7.1)
         return Tile(64, 64, 32, 8 if arch.startswith("sm_10") else 4, 3)
-    if (
-        arch == "sm_90"
-    ):  # on Blackwell the activation's backward spills 164 bytes per thread (Triton 3.7.1)
+    if arch == "sm_90":  # on Blackwell the activation's backward spills 164 bytes per thread (Triton 3.7.1)
         return Tile(128, 128, 32, 8, 3)
     return Tile(64, 128, 32, 8, 3)
 
@@ -332,7 +329,8 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
 
 
 def _for_single_elements(tile: Tile) -> Tile:
-    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through registers."""
+    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through
+    registers."""
     return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
@@ -359,7 +357,8 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
 
 
 def _columns_at_once(gemm: str, tile: Tile) -> int:
-    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the branches."""
+    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the
+    branches."""
     if gemm == "up":
         return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
     if gemm == "hidden_grad":  # one more for loaded H if flattened: operands keep their buffers
@@ -367,9 +366,7 @@ def _columns_at_once(gemm: str, tile: Tile) -> int:
     return tile.block_n // 2
 
 
-def _fit_stages(
-    gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool
-) -> Tile:
+def _fit_stages(gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool) -> Tile:
     """Reduce stages, then the step, until a program fits the shared memory."""
     limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES)
     if arch in _LARGE:  # elsewhere fewer programs at once lose less than fewer stages

@@ -1,4 +1,5 @@
-"""Fused top-k: scores, choice and routing weights of every token in one pass over its logits, and the gradient in another.
+"""Fused top-k: scores, choice and routing weights of every token in one pass over its logits, and the gradient in
+another.
 
 The forward reads 4 * T * E bytes of logits, and writes 12 * T * K bytes and 4 * T * E bytes of scores. Plain PyTorch
 needs about ten kernels with as many (T, E) intermediates. The choice packs an order-preserving integer of the criterion
@@ -77,7 +78,8 @@ def _allow_groups(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Mask of lanes in the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower group."""
+    """Mask of lanes in the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower
+    group."""
     BLOCK_T: tl.constexpr = criterion.shape[0]
     grouped = tl.reshape(tl.where(real, criterion, float("-inf")), (BLOCK_T, G, S))
     exists = tl.reshape(real, (BLOCK_T, G, S))
@@ -162,7 +164,8 @@ def _choose(
 
 @triton.jit
 def _normalize_backward(grad, p, total):
-    """Compute the gradient of x from the gradient of p = x / max(total, tiny), with total = sum of x, along the last axis."""
+    """Compute the gradient of x from the gradient of p = x / max(total, tiny), with total = sum of x, along the last
+    axis."""
     inner = tl.where(total >= _TINY, tl.sum(grad * p, 1), 0.0)
     return tl.div_rn(grad - inner[:, None], tl.maximum(total, _TINY)[:, None])
 
@@ -297,8 +300,8 @@ def choose_backward(
     d_weights_TK: Tensor | None,  # (T, K) FP32, or None for zero
     d_scores_TE: Tensor | None,  # (T, E) FP32, or None for zero
 ) -> Tensor:
-    """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one launch.
-    """
+    """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one
+    launch."""
     num_tokens, num_experts = logits_TE.shape
     lanes = max(next_power_of_2(num_experts), 2)
     block_t, num_warps = _blocks(num_tokens, lanes)

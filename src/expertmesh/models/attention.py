@@ -1,7 +1,8 @@
 """Attention of all transformer families here, and the context object that decides which keys a query sees.
 
-An attention layer computes queries, keys and values of its tokens and passes them to an `AttentionContext`. Dense training,
-padding, documents, caches and paged caches are implementations of this protocol, and layers do not distinguish them.
+An attention layer computes queries, keys and values of its tokens and passes them to an `AttentionContext`. Dense
+training, padding, documents, caches and paged caches are implementations of this protocol, and layers do not
+distinguish them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 Places = tuple[Tensor, Tensor]
-"""Untied positions: (H, S, head_dim) queries and (H, keys, head_dim) keys, shared by all layers of an encoder or decoder."""
+"""Untied positions: (H, S, head_dim) queries and (H, keys, head_dim) keys, shared by all layers of an encoder or
+decoder."""
 
 
 class AttentionContext(Protocol):
@@ -96,9 +98,7 @@ class DenseContext:
                 padding before it does not change a single bit.
         """
         end = num_seen + num_new
-        seen = visible(
-            num_new, end, device=device, is_token_BL=is_token_BL, document_BS=document_BS
-        )
+        seen = visible(num_new, end, device=device, is_token_BL=is_token_BL, document_BS=document_BS)
         positions = torch.arange(num_seen, end, device=device)
         if not counts_padding and seen.first_B is not None:
             positions = (positions - seen.first_B[:, None]).clamp(min=0)
@@ -148,8 +148,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
-    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not rotated
-    and not scaled.
+    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not
+    rotated and not scaled.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -192,8 +192,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    One matrix projects to queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
-    then its key, then its value. A contiguous slice of the matrix is therefore the projection of a slice of the heads.
+    One matrix projects to queries, keys and values. Its rows are grouped by key-value head: the queries that use the
+    head, then its key, then its value. A contiguous slice of the matrix is therefore the projection of a slice of the
+    heads.
 
     Args:
         qk_norm_scope: normalised axis: each "head", or all queries (keys) of a token, the "projection".
@@ -233,13 +234,9 @@ class Attention(nn.Module):
         self.norms_heads = qk_norm_scope == "head"
         if qk_norm:
             sizes = (1, 1) if self.norms_heads else (num_heads, num_kv_heads)
-            self.q_norm, self.k_norm = (
-                RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes
-            )
+            self.q_norm, self.k_norm = (RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes)
 
-    def forward(
-        self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """Attend to the keys that the context makes visible.
 
         Args:
@@ -255,8 +252,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BSD).view(B * S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = qkv.split([group, 1, 1], dim=2)
         q_THd, k_Thd = (
-            self._norm_and_rope(t, norm, cos, sin, rows=(B, S))
-            for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            self._norm_and_rope(t, norm, cos, sin, rows=(B, S)) for t, norm in ((q, self.q_norm), (k, self.k_norm))
         )
         v_Thd, arithmetic = v.flatten(1, 2), self.arithmetic.in_mode(self.training)
         call: dict[str, Any] = {"arithmetic": arithmetic}
@@ -274,7 +270,8 @@ class Attention(nn.Module):
         *,
         rows: tuple[int, int],
     ) -> Tensor:
-        """Queries or keys (T, heads, group, head_dim), normalised and rotated: (T, H, head_dim); T = B * S with rows = (B, S)."""
+        """Queries or keys (T, heads, group, head_dim), normalised and rotated: (T, H, head_dim); T = B * S with rows =
+        (B, S)."""
         if norm is not None and not self.norms_heads:
             x, norm = norm(x.flatten(1)).view(x.shape), None
         elif norm is not None and norm.weight.is_meta:  # offloaded to disk until it is called

@@ -1,7 +1,7 @@
 """Files of a run that its weights mean nothing without: a checkpoint records them, and what opens it compares.
 
-The model's configuration, the files of the family (tokenizer.json, classes.json) and those beside its tokenizer lie beside
-the checkpoints, where anything can be copied over them. Options of training, data and device may differ.
+The model's configuration, the files of the family (tokenizer.json, classes.json) and those beside its tokenizer lie
+beside the checkpoints, where anything can be copied over them. Options of training, data and device may differ.
 """
 
 import hashlib
@@ -25,9 +25,7 @@ def hashes_in(run: Path, family: Family) -> dict[str, str]:
     return _hashes(_bound_in(run, family), family)
 
 
-def check_files(
-    files: Mapping[str, Path], state: Mapping[str, Any], family: Family, *, where: Path
-) -> None:
+def check_files(files: Mapping[str, Path], state: Mapping[str, Any], family: Family, *, where: Path) -> None:
     """Check that files are those that a checkpoint was trained with."""
     known = state.get(RECORD)
     if not isinstance(known, Mapping):
@@ -35,19 +33,16 @@ def check_files(
     for name, found in _hashes(files, family).items():
         expected = known.get(name)
         if expected is None and name not in family.files:
-            raise CheckpointError(
-                f"{files[name]}: is none of the files that {where} was trained with; remove it"
-            )
+            raise CheckpointError(f"{files[name]}: is none of the files that {where} was trained with; remove it")
         if isinstance(expected, str) and found != expected:
             raise CheckpointError(
-                f"{files[name]}: has the SHA-256 {found[:_SHOWN]}..., and {where} was trained with {expected[:_SHOWN]}...; restore"
+                f"{files[name]}: has the SHA-256 {found[:_SHOWN]}..., and {where} was trained with "
+                f"{expected[:_SHOWN]}...; restore"
                 " the file of this run from a copy"
             )
 
 
-def check_run(
-    run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path
-) -> None:
+def check_run(run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path) -> None:
     """Check that one of a run's checkpoints was trained with the files of the run."""
     saved = state.get("config")
     if (
@@ -59,7 +54,8 @@ def check_run(
         for name in {**before, **now} if before and now else ():
             if name not in family.free and before.get(name) != now.get(name):
                 raise CheckpointError(
-                    f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with {before.get(name)};"
+                    f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with "
+                    f"{before.get(name)};"
                     " restore the file of this run from a copy"
                 )
     present = _bound_in(run, family)
@@ -84,7 +80,8 @@ def newest_state(run: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _model_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Options of the model by dotted name, those added since included; none if the values are not readable, which their readers say."""
+    """Options of the model by dotted name, those added since included; none if the values are not readable, which their
+    readers say."""
     try:
         with saved_run():
             config = family.config.model_validate(dict(values))

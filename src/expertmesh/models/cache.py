@@ -79,7 +79,8 @@ class KVCache:
         B, S = ids_BS.shape
         if self.batch_size != B:
             raise ConfigError(
-                f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one with "
+                f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one "
+                "with "
                 f"new_cache(batch_size={B}, ...)"
             )
         fix = "make one where the model is, with its new_cache()"
@@ -107,9 +108,7 @@ class KVCache:
         if self._is_token_BS is not None:
             self._is_token_BS = self._is_token_BS[rows_B]
 
-    def begin(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True
-    ) -> DenseContext:
+    def begin(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True) -> DenseContext:
         """Make room for new tokens. Does not synchronise with the device.
 
         Args:

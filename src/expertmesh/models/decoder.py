@@ -1,6 +1,7 @@
 """Interfaces of models for decoding: causal language models, encoder-decoders and their caches.
 
-`expertmesh.engine.lockstep` decodes any model with these attributes; the `ModelBuilder.decoder` of a family returns one.
+`expertmesh.engine.lockstep` decodes any model with these attributes; the `ModelBuilder.decoder` of a family returns
+one.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ class Translation(NamedTuple):
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A model that continues sequences of tokens, such as `expertmesh.models.gpt.model.GPT`. All implementations are modules."""
+    """A model that continues sequences of tokens, such as `expertmesh.models.gpt.model.GPT`. All implementations are
+    modules."""
 
     training: bool
 
@@ -135,6 +137,4 @@ class LanguageModel(nn.Module):
     def new_cache(self, *, batch_size: int, max_len: int) -> Any:
         """An empty cache in the dtype that attention computes in: autocast's if it is on, else the parameters'."""
         dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
-        return self.cache_type(
-            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
-        )
+        return self.cache_type(self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or redrawn units."""
+"""Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or
+redrawn units."""
 
 from dataclasses import dataclass
 
@@ -39,9 +40,7 @@ class ExpertCopies:
     def hidden_dim(self, whole: int) -> int:
         """Hidden size of an expert, made from a block with hidden size `whole`."""
         if self.granularity < 1 or whole % self.granularity:
-            raise ConfigError(
-                f"granularity={self.granularity}: must divide the hidden size {whole}; choose a divisor"
-            )
+            raise ConfigError(f"granularity={self.granularity}: must divide the hidden size {whole}; choose a divisor")
         return whole // self.granularity
 
     def fill(
@@ -56,12 +55,13 @@ class ExpertCopies:
     ) -> None:
         """Fill experts and router of a layer with num_copies * g experts, the g slices of each copy in order.
 
-        Each expert redraws different units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling). Their weights
-        are Gaussian with the mean and standard deviation of the weights that they replace.
+        Each expert redraws different units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling). Their
+        weights are Gaussian with the mean and standard deviation of the weights that they replace.
         """
         if self.granularity > 1 and not isinstance(layer.router, LinearRouter):
             raise ConfigError(
-                f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use router=topk, "
+                f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use "
+                "router=topk, "
                 "or granularity=1"
             )
         generator = torch.Generator().manual_seed(self.seed + layer_index)
@@ -82,7 +82,8 @@ class ExpertCopies:
             count = round(self.redraw * hidden)
             if not count:
                 raise ConfigError(
-                    f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least {1 / hidden:.3g}, "
+                    f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least "
+                    f"{1 / hidden:.3g}, "
                     "or 0 for none"
                 )
             for e in range(n * g):

@@ -29,8 +29,8 @@ def check_model_arguments(config: Any, kind: type, dtype: Any) -> None:
 
 
 def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
-    """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is "meta".
-    """
+    """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is
+    "meta"."""
     target = torch.get_default_device() if device is None else torch.device(device)
     if target.type != "meta":
         model.to_empty(device=target)
@@ -45,7 +45,8 @@ def init_by_spec(
     std: float,
     out_std: Callable[[str], float] | None = None,
 ) -> None:
-    """Initialise every parameter by the spec: N(0, std^2), norms 1, biases 0. MoE layers follow `MoELayer.reset_parameters`.
+    """Initialise every parameter by the spec: N(0, std^2), norms 1, biases 0. MoE layers follow
+    `MoELayer.reset_parameters`.
 
     The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
@@ -115,7 +116,8 @@ class FeedForward(nn.Module):
             )
 
     def feed_forward(self, x_TD: Tensor, **call: Any) -> tuple[Tensor, RoutingStats | None]:
-        """Output (T, D) for (T, D), and the routing statistics of a layer with experts; `call` is passed to `MoELayer`."""
+        """Output (T, D) for (T, D), and the routing statistics of a layer with experts; `call` is passed to
+        `MoELayer`."""
         if self.moe is not None:
             y_TD, stats = self.moe(x_TD, **call)
             return y_TD, stats

@@ -38,8 +38,8 @@ DEFAULT = GPT
 
 
 def find_family(name: str) -> Family:
-    """A known family by its name, or any family by "module:name"; the working directory is searched for modules, too.
-    """
+    """A known family by its name, or any family by "module:name"; the working directory is searched for modules,
+    too."""
     module, colon, attribute = name.partition(":")
     if not colon:
         if name in FAMILIES.names:
@@ -78,8 +78,8 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
             (`{"train": {"steps": 20}}`). A warm-up that does not fit into fewer steps is shortened with them.
 
     Returns:
-        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`. The `model` of a GPT recipe
-        builds an `expertmesh.GPT`.
+        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`. The `model` of a GPT
+        recipe builds an `expertmesh.GPT`.
 
     Raises:
         ConfigError: there is no such recipe or option, or a value breaks a rule.
@@ -110,7 +110,8 @@ def recipe_owners() -> dict[str, Family]:
 
 
 def absent_families() -> str:
-    """End of a message about an unknown recipe that names the families that cannot be imported; "" if there are none."""
+    """End of a message about an unknown recipe that names the families that cannot be imported; "" if there are
+    none."""
     absent = [name for name in FAMILIES.names if name not in FAMILIES]
     why = command(f"train --family {absent[0]}") if absent else ""
     return f"; not imported: {', '.join(absent)} ({why} says why)" if absent else ""

@@ -1,4 +1,5 @@
-"""Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
+"""Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at
+once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ class Head(Linear):
         weight: Tensor | None = None,
         **how: Any,
     ) -> Any:
-        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see `Linear`."""
+        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see
+        `Linear`."""
         if targets_R is None:
             return super().forward(x, weight)
         linear = self.arithmetic.in_mode(self.training).linear
@@ -63,10 +65,10 @@ def score_rows(
 ) -> Scores:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that do
-    not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
-    backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary and
-    over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that
+    do not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
+    backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary
+    and over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
 
     Args:
         h_RD: (R, D) hidden states, any floating dtype; under autocast it and the head are cast to autocast's dtype.
@@ -116,9 +118,7 @@ class _ScoredRows(torch.autograd.Function):
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
                 logits = _logits(kept, rows, how.linear)
-                losses_R = row_losses(
-                    logits, targets_R[rows], how.smoothing, temperature=how.temperature
-                )
+                losses_R = row_losses(logits, targets_R[rows], how.smoothing, temperature=how.temperature)
                 scores_R[rows] = losses_R.neg_()
                 if entropies_R is not None:
                     entropies_R[rows] = row_entropies(logits, how.temperature)
@@ -127,9 +127,7 @@ class _ScoredRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None) -> tuple[Tensor | None, ...]:
         targets_R, logits, *pairs = ctx.saved_tensors
         needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*pairs[:2]), ctx.how
         if grad_R is None:

@@ -32,11 +32,11 @@ def token_losses(
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With teacher
-    logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With
+    teacher logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
 
-    Forward and backward compute in FP32 (FP64 for FP64 logits) over blocks of rows. No FP32 copy of all logits is made, and on
-    a CPU the rows stay in its cache.
+    Forward and backward compute in FP32 (FP64 for FP64 logits) over blocks of rows. No FP32 copy of all logits is made,
+    and on a CPU the rows stay in its cache.
 
     Args:
         overwrite_logits: whether the backward pass writes the gradient into the memory of the logits, which must not be

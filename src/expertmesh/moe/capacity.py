@@ -202,9 +202,7 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
     """
     arrived = segment_N if order_N is None else segment_N[order_N]
     sorted_N, by_segment = torch.sort(arrived.to(torch.int32), stable=True)
-    starts = torch.searchsorted(
-        sorted_N, torch.arange(num_segments, dtype=torch.int32, device=segment_N.device)
-    )
+    starts = torch.searchsorted(sorted_N, torch.arange(num_segments, dtype=torch.int32, device=segment_N.device))
     rows = torch.arange(segment_N.shape[0], device=segment_N.device)
     rank_sorted = rows - starts[sorted_N]
     slot_sorted = by_segment if order_N is None else order_N[by_segment]
@@ -231,8 +229,8 @@ def assign(
     nothing synchronises with the host. `policy` says which rows are kept:
 
     * first: all first choices in token order, then all second choices, ... (GShard).
-    * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight if the
-      router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
+    * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight
+      if the router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
     * weight: choices in descending order of routing weight (DeepSpeed's `probs`).
     * random: uniform over the queue (DeepSpeed's Random Token Selection).
 
@@ -256,12 +254,8 @@ def assign(
     # the token's largest score over all experts, before weights are normalised
     scores_TE = routing.scores_TE if policy == "priority" else None
     priority_T = None if scores_TE is None else scores_TE.detach().amax(-1)
-    order = _queue_order(
-        weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T
-    )
-    position_KT = queue_positions(
-        segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
-    ).view(K, T)
+    order = _queue_order(weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T)
+    position_KT = queue_positions(segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)).view(K, T)
     kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
     if renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)

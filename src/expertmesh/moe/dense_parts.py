@@ -1,4 +1,5 @@
-"""Dense blocks beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixing coefficients."""
+"""Dense blocks beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixing
+coefficients."""
 
 from typing import Any
 

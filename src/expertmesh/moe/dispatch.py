@@ -27,8 +27,8 @@ class Dispatched:
 
     Attributes:
         x_TD: tokens, in the dtype of the layer's input.
-        expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the number
-            of experts, or of local ones) means "no expert".
+        expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the
+            number of experts, or of local ones) means "no expert".
         weights_TK: (T, K) routing weights of these slots.
         max_rows: upper bound on the number of live slots, known on the host; or None.
         capacity_factor: approximate upper bound on an expert's rows, as a multiple of the mean; None: no bound. Equal
@@ -46,9 +46,7 @@ class Dispatched:
         """Pair this process's tokens with the choices that the capacity kept."""
         weights_TK = routing.weights_TK
         assert weights_TK is not None
-        return Dispatched(
-            call.x_TD, routing.expert_ids_TK, weights_TK, routing.max_rows, call.capacity_factor
-        )
+        return Dispatched(call.x_TD, routing.expert_ids_TK, weights_TK, routing.max_rows, call.capacity_factor)
 
     def advance(self) -> None:
         """Do nothing: no token is in flight."""
@@ -70,12 +68,11 @@ class Experts(Protocol):
         max_rows: int | None,
         parameters: ExpertParameters | None,
     ) -> Tensor:
-        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not None."""
+        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not
+        None."""
 
 
-def apply_experts(
-    experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None
-) -> Tensor:
+def apply_experts(experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None) -> Tensor:
     """Run experts on tokens that have arrived, with local expert ids: (T, D), one partial sum per token."""
     with phase("experts"):
         return experts(
@@ -91,7 +88,8 @@ class RoundTrip(Protocol):
     """Dispatch and combine in flight, from `start` until the sums have returned."""
 
     def advance(self) -> None:
-        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to call."""
+        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to
+        call."""
 
     def finish(self, experts: Experts) -> Tensor:
         """Wait for arriving tokens, run the experts on them, and return the sums to the tokens' processes.
@@ -132,11 +130,10 @@ def check_at_home(dispatch: DispatchOptions) -> None:
     for name in (field.name for field in fields(dispatch)):
         value = getattr(dispatch, name)
         # not `in`, which would compare a tensor element by element
-        if not any(
-            value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]
-        ):
+        if not any(value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]):
             raise ConfigError(
-                f"{name}={value!r}: this layer is on one process; leave it out, or spread the layer with expertmesh.parallel"
+                f"{name}={value!r}: this layer is on one process; leave it out, or spread the layer with "
+                "expertmesh.parallel"
             )
 
 
@@ -153,9 +150,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
     if not choices:
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:
-        raise ConfigError(
-            f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone"
-        )
+        raise ConfigError(f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone")
     choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]
     if unknown:

@@ -27,7 +27,8 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
-"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps it up to date."""
+"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps
+it up to date."""
 
 
 def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
@@ -36,7 +37,8 @@ def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see `moe_mlp`)."""
+    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see
+    `moe_mlp`)."""
 
     weights: ExpertWeights
     context: Callable[[], AbstractContextManager[object]] = nullcontext  # around the operator
@@ -155,10 +157,9 @@ class GroupedExperts(nn.Module):
             tensors["b_out"] = empty(num_experts, dim)
         self.hold("dense", tensors)
 
-    def hold(
-        self, format: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
-    ) -> None:
-        """Replace all tensors, by name: parameters of a dense format, else frozen buffers for products in a dtype (None: as before)."""
+    def hold(self, format: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers for products in a dtype
+        (None: as before)."""
         for name in TENSORS:
             if name in self._parameters or name in self._buffers:
                 delattr(self, name)
@@ -176,15 +177,13 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype,  # dtype of the products, and of scales whose type the format leaves open
         group_size: int = 64,  # input columns per scale, where the format leaves it open
     ) -> dict[str, Tensor]:
-        """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put` writes.
-        """
+        """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put`
+        writes."""
         E, G, F, D = self.shape
         form, device = FORMATS[format], self.w_in.device
         unit = form.columns(group_size)
         if D % unit or F % unit:
-            raise ConfigError(
-                "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
-            )
+            raise ConfigError("format", format, f"groups of {unit} must divide {D} and {F}", "use int8")
         found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
         for name, size in (("w_in", (E, G, F, D)), ("w_out", (E, D, F))):
             kept = form.kept(size, dtype, group_size)
@@ -200,10 +199,9 @@ class GroupedExperts(nn.Module):
         _put(own, self.format, name, expert, w.to(self.dtype), unit)
 
     @torch.no_grad()
-    def convert(
-        self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None
-    ) -> None:
-        """Round the matrices to a format, or widen them to "dense", one expert at a time; adapters stay, main gradients go.
+    def convert(self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None) -> None:
+        """Round the matrices to a format, or widen them to "dense", one expert at a time; adapters stay, main gradients
+        go.
 
         Dense matrices are new parameters, for an optimizer made afterwards.
 
@@ -216,9 +214,7 @@ class GroupedExperts(nn.Module):
         if format not in known:
             raise ConfigError("format", format, f"must be {' or '.join(known)}", "use int8")
         if self.paging is not None or type(self.w_in.data) is not Tensor:
-            raise ConfigError(
-                "format", format, "experts are in slots or on several ranks", "convert before"
-            )
+            raise ConfigError("format", format, "experts are in slots or on several ranks", "convert before")
         dtype, before = dtype or self.dtype, self.weights().slices()[0]
         E, G, F, D = before.shape
         found = self.room(format, dtype=dtype, group_size=group_size)
@@ -230,7 +226,8 @@ class GroupedExperts(nn.Module):
         self.hold(format, found, dtype=dtype)
 
     def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
-        """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then empty."""
+        """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then
+        empty."""
         self.paging = ExpertPaging(self, num_slots=num_slots, **how)
         self.hold(self.format, {})
         return self.paging
@@ -280,16 +277,12 @@ class GroupedExperts(nn.Module):
             enabled: False goes back to autograd's gradients and drops the buffers.
         """
         if enabled and (self.format != "dense" or self.paging is not None):
-            raise ConfigError(
-                f"main gradients of {self.format} experts: they are frozen; leave main gradients out"
-            )
+            raise ConfigError(f"main gradients of {self.format} experts: they are frozen; leave main gradients out")
 
         def buffer(parameter: Tensor | None) -> Tensor | None:
             if parameter is None:
                 return None
-            return torch.zeros_like(
-                parameter, dtype=accumulate_dtype(parameter.dtype), requires_grad=False
-            )
+            return torch.zeros_like(parameter, dtype=accumulate_dtype(parameter.dtype), requires_grad=False)
 
         parameters = (self.w_in, self.w_out, self.b_in, self.b_out)
         self.main_grads = WeightGradients(*map(buffer, parameters)) if enabled else None
@@ -380,9 +373,7 @@ class GroupedExperts(nn.Module):
             )
 
 
-def _put(
-    into: Mapping[str, Tensor], format: str, name: str, expert: int, w: Tensor, group_size: int
-) -> None:
+def _put(into: Mapping[str, Tensor], format: str, name: str, expert: int, w: Tensor, group_size: int) -> None:
     """Write one expert's matrix, in the dtype of the products, into tensors of a format."""
     if format != "dense" and not w.isfinite().all():
         fix = "mend them first"
@@ -397,7 +388,8 @@ def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
         return y
     found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
     raise ConfigError(
-        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point tensor of that"
+        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point "
+        "tensor of that"
         " shape; fix its forward"
     )
 
@@ -423,23 +415,20 @@ class ExpertList(nn.ModuleList):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each expert.
+        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each
+        expert.
 
         `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert
         without a row is not called, and the gradients of its parameters are zeros, as in grouped experts.
         """
         assert parameters is None, "modules keep their own parameters"
-        metadata = route_metadata(
-            expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
-        )
+        metadata = route_metadata(expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend)
         x_TD, callables, parameters_of = self.callables(x_TD)
         x_RD = permute(x_TD, metadata, backend=self.backend)
         bounds = metadata.offsets_E.tolist()
         rows = [
             _checked(expert(x_RD[start:end]), index, x_RD[start:end])
-            for index, (expert, start, end) in enumerate(
-                zip(callables, bounds, bounds[1:], strict=False)
-            )
+            for index, (expert, start, end) in enumerate(zip(callables, bounds, bounds[1:], strict=False))
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
@@ -453,16 +442,16 @@ class ExpertList(nn.ModuleList):
         y_TD = combine(weighted_RD, metadata, expert_ids_TK.shape[1], backend=self.backend)
         return y_TD.to(y_RD.dtype)
 
-    def callables(
-        self, x_TD: Tensor
-    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
-        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the experts."""
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the
+        experts."""
         experts = list(self.children())
         return x_TD, [*experts], [list(expert.parameters()) for expert in experts]
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if weights are not finite.
+    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if
+    weights are not finite.
 
     Parameters without a gradient and DTensors are left out.
     """
@@ -476,7 +465,8 @@ def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
 
 
 class FirstOutput(nn.Module):
-    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another rank."""
+    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another
+    rank."""
 
     def __init__(self, expert: nn.Module | None) -> None:
         """Hold the expert as `expert`."""

@@ -23,9 +23,7 @@ class ForeignName:
     """Whether the other system has the last two dimensions exchanged."""
 
 
-def to_foreign(
-    state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str
-) -> None:
+def to_foreign(state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str) -> None:
     """Rename and split our entries of a state dict into the other system's, in place."""
     ours = prefix + own_prefix
     found = {n.removeprefix(ours): state.pop(n) for n in list(state) if n.startswith(ours)}
@@ -53,16 +51,15 @@ def from_foreign(
     for name in names:
         value = state.pop(prefix + name.theirs, None)
         if value is None:
-            problems.append(
-                f"{prefix + name.theirs} is missing; all of the layer's tensors must be there"
-            )
+            problems.append(f"{prefix + name.theirs} is missing; all of the layer's tensors must be there")
             continue
         whole = state.setdefault(prefix + own_prefix + name.ours, torch.zeros_like(own[name.ours]))
         part = whole[name.part]
         part = part.mT if name.transposed else part
         if part.shape != value.shape:
             problems.append(
-                f"{prefix + name.theirs} has shape {tuple(value.shape)}; it does not fit {tuple(part.shape)}, a part of {name.ours}"
+                f"{prefix + name.theirs} has shape {tuple(value.shape)}; it does not fit {tuple(part.shape)}, a part "
+                f"of {name.ours}"
             )
             continue
         part.copy_(value)
@@ -86,11 +83,7 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
         for rest, tensor in child.state_dict().items()
     }
     given = {name for name in state if name.startswith(prefix)}
-    fits = {
-        name
-        for name in given & own.keys()
-        if getattr(state[name], "shape", None) == own[name].shape
-    }
+    fits = {name for name in given & own.keys() if getattr(state[name], "shape", None) == own[name].shape}
     if problems or fits != given & own.keys() or (strict and given != own.keys()):
         for name in fits:
             state[name] = own[name]

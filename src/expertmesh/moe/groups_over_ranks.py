@@ -17,14 +17,16 @@ from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
-    """Protocol of processes with equally many tokens of one call, for example `expertmesh.parallel.tensor.SharedSequences`."""
+    """Protocol of processes with equally many tokens of one call, for example
+    `expertmesh.parallel.tensor.SharedSequences`."""
 
     @property
     def rank(self) -> int:
         """Index of this process among those that share the tokens."""
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
-        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are summed."""
+        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are
+        summed."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,7 @@ class SharedGroups:
     def __post_init__(self) -> None:
         """Raise ConfigError without token indices."""
         if self.token_index_T is None:
-            raise ConfigError(
-                "shared_tokens without token_index, which says their order; give both"
-            )
+            raise ConfigError("shared_tokens without token_index, which says their order; give both")
 
     @cached_property
     def order_A(self) -> Tensor:  # noqa: N802

@@ -10,9 +10,7 @@ from expertmesh.config.moe_rules import LayerOptions
 _OF_THE_LAYER = ("router", "own_router", "own_experts")
 """Fields that the layer sets from its router and experts."""
 
-KEYWORDS = {
-    name: field for name, field in LayerOptions.model_fields.items() if name not in _OF_THE_LAYER
-}
+KEYWORDS = {name: field for name, field in LayerOptions.model_fields.items() if name not in _OF_THE_LAYER}
 """Options that are keywords of the layer, by name."""
 
 _REQUIRED = ("dim", "hidden_dim", "num_experts", "top_k")

@@ -1,4 +1,5 @@
-"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing outputs."""
+"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing
+outputs."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from expertmesh.ops.activation import inner_name, num_branches, pointwise
 _PLAIN = tuple(name for name in get_args(Activation) if num_branches(name) == 1)
 _NUM_PROBES = 64
 _ROUNDING = 1e-9
-"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and more."""
+"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and
+more."""
 
 
 PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu")
@@ -52,9 +54,7 @@ class MatchedMLP:
         if not self.bias:
             return torch.stack(w_in), w_out, None, None
         *b_in, b_out = (
-            linear.weight.new_zeros(linear.out_features)
-            if linear.bias is None
-            else linear.bias.detach()
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
             for linear in linears
         )
         return torch.stack(w_in), w_out, torch.stack(b_in), b_out
@@ -119,10 +119,7 @@ def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
         return True
     if any(p.is_meta for p in module.parameters()):
         return True
-    return any(
-        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or m._forward_hooks
-        for m in module.modules()
-    )
+    return any((isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or m._forward_hooks for m in module.modules())
 
 
 def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
@@ -137,9 +134,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
             continue
         branches = len(into)
         found += [
-            MatchedMLP(name, tuple(into), out, *shape, biased)
-            for name in PROBED
-            if num_branches(name) == branches
+            MatchedMLP(name, tuple(into), out, *shape, biased) for name in PROBED if num_branches(name) == branches
         ]
     return found
 

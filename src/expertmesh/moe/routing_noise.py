@@ -23,9 +23,7 @@ STREAM_HASH = 4
 STREAM_OUTPUT_MASK = 5
 
 
-def random_bits(
-    noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, layer_index: int, stream: int
-) -> Tensor:
+def random_bits(noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, layer_index: int, stream: int) -> Tensor:
     """Uniform 32-bit integers for each (token, column).
 
     Args:
@@ -43,9 +41,7 @@ def random_bits(
     index = token_index_T[:, None]
     c1 = (((index >> 32) & _MASK16) << 16) | block
     c3 = torch.full_like(step, ((layer_index & 0xFFFFFF) << 8) | stream)
-    words: Tensor = philox4x32(
-        index & _MASK32, c1, step & _MASK32, c3, seed & _MASK32, (seed >> 32) & _MASK32
-    )
+    words: Tensor = philox4x32(index & _MASK32, c1, step & _MASK32, c3, seed & _MASK32, (seed >> 32) & _MASK32)
     return words.flatten(-2)[:, :num_columns]
 
 

@@ -131,20 +131,12 @@ def choose_by_token(
         )
     else:
         raw_TE = scores_of(logits_TE, options, arithmetic)
-        ids_TK = (
-            selection_scores(logits_TE, noise_TE, bias_E, options, arithmetic)
-            .topk(top_k, dim=-1)
-            .indices
-        )
-        weights_TK = weights_at(
-            logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
-        )
+        ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options, arithmetic).topk(top_k, dim=-1).indices
+        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic)
         scores_TE = balance_scores(raw_TE, options, arithmetic)
     load_TE = None
     if with_load and noise_TE is not None:
-        load_TE = chosen_probability(
-            logits_TE, logits_TE + noise_TE, top_k, options.router_noise_std
-        )
+        load_TE = chosen_probability(logits_TE, logits_TE + noise_TE, top_k, options.router_noise_std)
     return Routing(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
 
 
@@ -211,9 +203,7 @@ def choose_by_expert(
     experts_E = torch.arange(E, device=logits_TE.device)
     ids_TK = torch.where(chosen_TE, experts_E, E)
     normalize = options.normalizes(top_k)
-    weights_TK = weights_at(
-        logits_TE, scores_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
-    )
+    weights_TK = weights_at(logits_TE, scores_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic)
     return Routing(ids_TK, weights_TK, balance_scores(scores_TE, options, arithmetic), logits_TE)
 
 
@@ -234,9 +224,7 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     seed, layer = hash_key.unbind(0)
     mask = 0xFFFFFFFF
     stream = torch.full_like(seed, STREAM_HASH)
-    words = philox4x32(
-        ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask
-    )
+    words = philox4x32(ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask)
     num_steps = sum(math.gcd(b, num_experts) == 1 for b in range(1, num_experts + 1))
     # computed on the device, because copying a list from the host would synchronise
     b_E = torch.arange(1, num_experts + 1, device=ids.device)

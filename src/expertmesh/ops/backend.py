@@ -94,7 +94,8 @@ lower_cpu_kernels = lower
 
 
 def cpu_kernels() -> str:
-    """Name of the kernels for experts and exact products on this CPU; one of `CPU_KERNELS`. Compiles the kernels if need be."""
+    """Name of the kernels for experts and exact products on this CPU; one of `CPU_KERNELS`. Compiles the kernels if
+    need be."""
     return loaded().name
 
 
@@ -117,7 +118,10 @@ def _explain_native() -> BackendReport:
     found = loaded()
     if found.kernels is None:
         return BackendReport("native", False, f"{found.problem}; auto uses torch on the CPU")
-    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts and few BF16 rows in inference, and for batch-invariant products"
+    why = (
+        f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts and few BF16 rows in "
+        "inference, and for batch-invariant products"
+    )
     if not found.kernels.has_threads:
         why += "; on one thread, as torch's OpenMP runtime is not found"
     return BackendReport("native", True, f"{why}; {found.problem}" if found.problem else why)

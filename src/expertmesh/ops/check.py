@@ -1,7 +1,8 @@
-"""Declarations of tensor arguments, and the check of a call against them. An error is one line: the value, the rule, the fix.
+"""Declarations of tensor arguments, and the check of a call against them. An error is one line: the value, the rule,
+the fix.
 
-Values are read on CPUs only, and not inside torch.compile, a trace or a transform (`can_look_at`): elsewhere the host would
-have to wait for them, and a compiled graph would break. All other properties are known to the host.
+Values are read on CPUs only, and not inside torch.compile, a trace or a transform (`can_look_at`): elsewhere the host
+would have to wait for them, and a compiled graph would break. All other properties are known to the host.
 """
 
 from collections.abc import Mapping
@@ -135,9 +136,7 @@ def check_like(
         raise wrong_dtype(name, tensor, str(dtype), f"convert it{autocast}")
 
 
-def check_range(
-    name: str, values: Tensor, *, most: int, fix: str, but: int | None = None, note: str = ""
-) -> None:
+def check_range(name: str, values: Tensor, *, most: int, fix: str, but: int | None = None, note: str = "") -> None:
     """Raise ConfigError unless all values are from 0 to `most`, or `but`; skipped if the host cannot read them."""
     if not can_look_at(values):
         return
@@ -154,7 +153,8 @@ def check_range(
 
 
 def check_bounds(name: str, low: int, high: int, *, most: int, fix: str, note: str = "") -> None:
-    """Raise ConfigError unless the smallest and the largest value of a tensor are from 0 to `most`; `note` explains it."""
+    """Raise ConfigError unless the smallest and the largest value of a tensor are from 0 to `most`; `note` explains
+    it."""
     if not 0 <= low <= high <= most:
         wrong = low if low < 0 else high
         raise ConfigError(f"{name} holds {wrong}; it must be from 0 to {most}{note}; {fix}")

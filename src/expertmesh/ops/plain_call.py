@@ -31,9 +31,7 @@ def cpu_operator(
     if backward is None:
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     else:
-        torch.library.register_autograd(
-            f"expertmesh::{name}", backward, setup_context=save, lib=_LIBRARY
-        )
+        torch.library.register_autograd(f"expertmesh::{name}", backward, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.expertmesh, name).default
 
 
@@ -49,7 +47,8 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _is_direct(*tensors: Tensor | None) -> bool:
-    """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no transform."""
+    """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no
+    transform."""
     if not is_plain(*tensors):  # first: a compiler breaks at what is below
         return False
     # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
@@ -62,7 +61,8 @@ def can_look_at(tensor: Tensor) -> bool:
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors needs no dispatch and reads their memory as it is: CPU, no compiler, no autograd, no mode.
+    """Whether a call with these tensors needs no dispatch and reads their memory as it is: CPU, no compiler, no
+    autograd, no mode.
 
     A `torch.library` operator costs 20 us in PyTorch's dispatcher with warm caches, and several times as much with cold
     ones, as in token-by-token generation. On a CPU that is as long as reading an expert takes.

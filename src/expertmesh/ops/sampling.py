@@ -1,4 +1,5 @@
-"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row only."""
+"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row
+only."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -26,9 +27,7 @@ class SamplingBatch:
 
     def first(self, num: int) -> Self:
         """Parameters of the first rows."""
-        tensors: dict[str, Any] = {
-            name: t[:num] for name, t in vars(self).items() if isinstance(t, Tensor)
-        }
+        tensors: dict[str, Any] = {name: t[:num] for name, t in vars(self).items() if isinstance(t, Tensor)}
         return replace(self, **tensors)
 
 

@@ -25,12 +25,14 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
         return
     if torch.jit.is_tracing():
         raise ConfigError(
-            f"{what} inside torch.jit.trace: its routing depends on the data, a trace does not; use torch.export or torch.compile"
+            f"{what} inside torch.jit.trace: its routing depends on the data, a trace does not; use torch.export or "
+            "torch.compile"
         )
     stack = get_interpreter_stack() or ()
     if any(level.key() != TransformType.Functionalize for level in stack):
         raise ConfigError(
-            f"{what} inside a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...): would be wrong; use torch.autograd.grad or"
+            f"{what} inside a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...): would be wrong; use "
+            "torch.autograd.grad or"
             " torch.autograd.functional.jacobian, and for vmap a batch"
         )
     if forward_ad._current_level >= 0 and any(

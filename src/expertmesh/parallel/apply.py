@@ -83,8 +83,8 @@ def parallelize(
         adaptive: same as `config.adaptive`: each layer chooses its dispatch options by its load.
         bytes_beside: memory of a rank that is reserved for other long-lived allocations; adaptive dispatch does not use
             it.
-        plans: file in which adaptive dispatch keeps its plans beside the user's cache, and which it begins with if it is
-            there; read and written by rank 0. None: the cache alone.
+        plans: file in which adaptive dispatch keeps its plans beside the user's cache, and which it begins with if it
+            is there; read and written by rank 0. None: the cache alone.
 
     Returns:
         The world; it counts communicated bytes, and `World.close` ends its groups.
@@ -168,12 +168,14 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
     check_type("config", config, ParallelConfig, "a ParallelConfig", fix)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; give the"
+            "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; "
+            "give the"
             " module inside, parallelize sums gradients itself"
         )
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not seen"
+            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not "
+            "seen"
         )
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     experts = {p for layer in layers for p in layer.experts.parameters()}
@@ -197,7 +199,8 @@ def _check_same(model: nn.Module, world: World) -> None:
     odd = next((rank for rank, sums in enumerate(found) if sums != found[0]), None)
     if odd is not None:
         raise ConfigError(
-            f"model: its parameters on rank {odd} are not those on rank 0; call torch.manual_seed with the same seed on all ranks"
+            f"model: its parameters on rank {odd} are not those on rank 0; call torch.manual_seed with the same seed "
+            "on all ranks"
             " before it is made, or load the same weights"
         )
 
@@ -214,7 +217,8 @@ def check_current(device: torch.device, current: int) -> None:
     """Raise ConfigError for a model on another GPU than the current one."""
     if device.index not in (None, current):
         raise ConfigError(
-            f"the model is on {device} and the current device is cuda:{current}; call torch.cuda.set_device({device.index}) "
+            f"the model is on {device} and the current device is cuda:{current}; call "
+            f"torch.cuda.set_device({device.index}) "
             "before the process group is made"
         )
 
@@ -297,15 +301,13 @@ def _plan_of(
             ep_degree=ep_degree,
         )
         es_degree, route_degree = split.storage.f, split.route_degree
-    dispatch = DispatchOptions(
-        route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts
-    )
+    dispatch = DispatchOptions(route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts)
     return es_degree, dispatch
 
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
-    """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are sharded.
-    """
+    """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are
+    sharded."""
     total = 0.0
     for parameter in model.parameters():
         is_cut = isinstance(parameter, DTensor)

@@ -22,9 +22,7 @@ def give_memory(
         if isinstance(t, DTensor):
             local = zeros(t.to_local())
             place = (t.device_mesh, t.placements)
-            return DTensor.from_local(
-                local, *place, run_check=False, shape=t.shape, stride=t.stride()
-            )
+            return DTensor.from_local(local, *place, run_check=False, shape=t.shape, stride=t.stride())
         if is_huge and t.is_contiguous():
             return zeros_in_huge_pages(t.shape, t.dtype)
         return torch.zeros_like(t, device=home)

@@ -59,7 +59,7 @@ def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     dispatchers = (module.dispatcher for module in modules if isinstance(module, MoELayer))
-    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.tokens_are_replicated), None)  # fmt: skip
+    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.tokens_are_replicated), None)
     if found is None or found.storage.world.size == 1:
         return lambda choices: choices
     group = found.storage.world.all_ranks()

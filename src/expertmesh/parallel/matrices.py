@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], part: Tensor, *, parameter: Tensor
-) -> Tensor:
+def on_whole_matrices(function: Callable[[Tensor], Tensor], part: Tensor, *, parameter: Tensor) -> Tensor:
     """Apply a function of matrices to a tensor that has the DTensor layout of a parameter.
 
     Axes before the last two count matrices (experts, branches): cuts along them stay, so experts that are whole on

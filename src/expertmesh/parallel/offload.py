@@ -73,6 +73,4 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.device_type == _HOST.type:
         return mesh
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return DeviceMesh.from_group(
-        groups, _HOST.type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
-    )
+    return DeviceMesh.from_group(groups, _HOST.type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

@@ -31,9 +31,7 @@ class Ranks:
         reduces_once: whether dense gradients are summed over ranks once per step, not once per micro-batch.
     """
 
-    def __init__(
-        self, world: World | None = None, *, tp_degree: int = 1, reduces_once: bool = False
-    ) -> None:
+    def __init__(self, world: World | None = None, *, tp_degree: int = 1, reduces_once: bool = False) -> None:
         self.world, self.tp_degree, self.reduces_once = world, tp_degree, reduces_once
 
     @property
@@ -79,7 +77,8 @@ class Ranks:
 
     @property
     def counted(self) -> float:
-        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else 0."""
+        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else
+        0."""
         return float(self.position % self.tp_degree == 0)
 
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
@@ -160,9 +159,7 @@ class Ranks:
         if odd is None:
             return
         kind = ConfigError if self.is_leader else PeerError
-        raise kind(
-            f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files"
-        )
+        raise kind(f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files")
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip gradients by their joint norm over all ranks; returns the norm before clipping."""
@@ -229,7 +226,8 @@ def open_ranks(
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(
-            f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the start: "
+            f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the "
+            "start: "
             f"{reason}"
         ) from error
     finally:

@@ -73,7 +73,8 @@ class RedundantExperts:
                 raise ConfigError(
                     "num_redundant_experts",
                     num_redundant,
-                    f"the {layer.num_experts} experts and their copies must fill equal slots of {parts} parts, each part one copy at most",
+                    f"the {layer.num_experts} experts and their copies must fill equal slots of {parts} parts, each "
+                    "part one copy at most",
                     f"use {near if fits else layer.num_experts * (parts - 1)}",
                 )
         self._num_redundant = num_redundant
@@ -115,15 +116,11 @@ class RedundantExperts:
     def _put(self, number: int, layer: MoELayer, new: Placement) -> int:
         """Apply a placement to a layer; returns the number of experts that moved to a part without them."""
         old = self._placements[number]
-        wants = [
-            sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)
-        ]
+        wants = [sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)]
         own, _ = part_of(self._everyone.rank, self._degrees)
         for name, tensor in own_tensors(layer.experts):
             # as bytes, because collectives do not support all dtypes
-            there = (
-                tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
-            )
+            there = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
             found = self._moved(there, old, new, wants, where=f"{name}, placement")
             put_tensor(layer.experts, name, found.view(tensor.dtype))
         size = new.slots_per_rank
@@ -189,8 +186,6 @@ def _equal_nodes(nodes: list[int]) -> int:
     """Number of nodes if each holds equally many consecutive parts of the experts, else 1."""
     count = len(set(nodes))
     size = len(nodes) // count
-    if len(nodes) % count or any(
-        len(set(nodes[i * size : (i + 1) * size])) > 1 for i in range(count)
-    ):
+    if len(nodes) % count or any(len(set(nodes[i * size : (i + 1) * size])) > 1 for i in range(count)):
         return 1
     return count

@@ -38,9 +38,7 @@ TensorPlan = Mapping[str, ParallelStyle]
 def tensor_group(world: World, tp_degree: int) -> RankGroup:
     """Tensor-parallel group of this rank: neighbouring ranks that share sequences; every rank must call."""
     if world.size % tp_degree:
-        raise ConfigError(
-            "tp_degree", tp_degree, f"must divide the {world.size} ranks", "choose a divisor"
-        )
+        raise ConfigError("tp_degree", tp_degree, f"must divide the {world.size} ranks", "choose a divisor")
     cells = [range(first, first + tp_degree) for first in range(0, world.size, tp_degree)]
     return world.group(cells, name="the ranks that share sequences")
 
@@ -125,9 +123,7 @@ class Whole(ParallelStyle):
         apart: nested parameters that differ from rank to rank.
     """
 
-    def __init__(
-        self, *, recurse: bool = True, apart: AbstractSet[nn.Parameter] = frozenset()
-    ) -> None:
+    def __init__(self, *, recurse: bool = True, apart: AbstractSet[nn.Parameter] = frozenset()) -> None:
         self.recurse, self.apart = recurse, apart
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -196,7 +192,8 @@ def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:
 def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: TensorPlan) -> None:
     """Give every module of a model its style from the plan, or `Whole`. Experts must be sharded before.
 
-    The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
+    The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden
+    size.
     """
     check_plan(model, plan, num_ranks=group.size)
     modules = dict(model.named_modules())
@@ -236,11 +233,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
     for name, module in modules.items():
         if isinstance(module, MoELayer):
             mlps = [(f"{name}.{own}", own) for own in ("shared_experts", "residual_mlp")]
-            cuts |= {
-                path: MLP_CUT
-                for path, own in mlps
-                if getattr(module, own) is not None and path not in cuts
-            }
+            cuts |= {path: MLP_CUT for path, own in mlps if getattr(module, own) is not None and path not in cuts}
     for name, cut in cuts.items():
         parameters = dict(model.get_submodule(name.removeprefix(".")).named_parameters())
         for own, axis in cut.items():
@@ -270,13 +263,14 @@ def _refuse_shared(model: nn.Module) -> None:
         other = names.setdefault(parameter, name)
         if other != name:
             raise ConfigError(
-                f"tensor parallelism: {other} and {name} are one parameter; let one module have it, and the other read it there"
+                f"tensor parallelism: {other} and {name} are one parameter; let one module have it, and the other "
+                "read it there"
             )
 
 
 class _LocalParameters:
-    """Turns parameters of a module and its nested modules into DTensors, and shows plain local tensors while it runs.
-    """
+    """Turns parameters of a module and its nested modules into DTensors, and shows plain local tensors while it
+    runs."""
 
     def __init__(
         self,
@@ -321,9 +315,7 @@ def _local_view(parameter: Tensor | None) -> Tensor:
     return parameter.to_local(grad_placements=grads)
 
 
-def distribute(
-    module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None
-) -> tuple[nn.Module, str]:
+def distribute(module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None) -> tuple[nn.Module, str]:
     """Replace a parameter by a DTensor; returns the module that holds it, and its name there."""
     prefix, _, name = path.rpartition(".")
     owner = module.get_submodule(prefix)

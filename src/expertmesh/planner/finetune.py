@@ -1,4 +1,5 @@
-"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on frozen weights."""
+"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on frozen
+weights."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,7 @@ TOKENS = 1e7
 """Default tokens of a fine-tuning."""
 
 
-def finetuned(
-    model: PlannedModel, kind: Kind, given: Mapping[str, Any], *, seq_len: int | None = None
-) -> PlannedModel:
+def finetuned(model: PlannedModel, kind: Kind, given: Mapping[str, Any], *, seq_len: int | None = None) -> PlannedModel:
     """The model with the configuration of its fine-tuning, and the words that start it.
 
     Args:
@@ -62,9 +61,7 @@ def finetuned(
     if not model.folder:
         guesses.append(f"weights in the folder {folder}")
     found = of_config(model.name, config, words=" ".join(words))
-    return replace(
-        found, train_tokens=TOKENS, guesses=tuple(guesses), unread=model.unread, folder=folder
-    )
+    return replace(found, train_tokens=TOKENS, guesses=tuple(guesses), unread=model.unread, folder=folder)
 
 
 def _text(value: object) -> str:

@@ -81,18 +81,14 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     known = [*RECIPES, *published_models()]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {some_of(known)}"
-    raise ConfigError(
-        f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
-    )
+    raise ConfigError(f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}")
 
 
 def changed_recipe(name: str, changes: Mapping[str, Any]) -> GPTRunConfig:
     """A recipe with other values."""
     config = recipe(name, changes)
     if not isinstance(config, GPTRunConfig):
-        raise ConfigError(
-            f"plan {name}: no option of an encoder-decoder can be set here; leave {named('set')} out"
-        )
+        raise ConfigError(f"plan {name}: no option of an encoder-decoder can be set here; leave {named('set')} out")
     return config
 
 
@@ -103,16 +99,12 @@ def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:
     found = family.sizes_of(config)
     if found is None:
         known = f"plan one of {', '.join(RECIPES)}"
-        raise ConfigError(
-            f"plan {name}: is no language model, and its family has no sizes; {known}"
-        )
+        raise ConfigError(f"plan {name}: is no language model, and its family has no sizes; {known}")
     sizes, seq_len = found
     batch = config.train.batch_size * seq_len
     tokens = float(config.train.steps * batch)
     guess = f"sources and targets of {seq_len} tokens together, all as long as the model takes them"
-    return PlannedModel(
-        name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True
-    )
+    return PlannedModel(name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True)
 
 
 def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
@@ -151,9 +143,7 @@ def _of_file(name: str, file: Path) -> PlannedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {name}: {file} is no JSON ({error}); restore it") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
-        )
+        raise ConfigError(f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it")
     said = unread(values)
     is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
     found = _of_hub(name, file, values) if is_hub else _of_run(name, file, values)
@@ -167,9 +157,7 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     family = values.get("family", GPT.name)
     known = FAMILIES.get(family)
     if known is None or not issubclass(known.config, GPTRunConfig):
-        raise ConfigError(
-            f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}"
-        )
+        raise ConfigError(f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}")
     if values.pop("quantization_config", None) is not None:
         values.pop("dtype", None)
     state, where = newest_state(file.parent)
@@ -199,5 +187,7 @@ def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     except ConfigError as error:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]
-        guess = f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        guess = (
+            f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        )
         return replace(found, unread=(guess,))

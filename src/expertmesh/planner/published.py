@@ -97,9 +97,7 @@ def published_serving() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def point_of(
-    name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None
-) -> PublishedMeasurement:
+def point_of(name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None) -> PublishedMeasurement:
     """A measurement from a row of TOML. `sizes`: sizes of its model; None: the row names a model of published.toml."""
     v = {**_table()["settings"][values["settings"]], **values}
     v = {RENAMED.get(key, key): value for key, value in v.items()}

@@ -1,4 +1,5 @@
-"""Weak scaling of a model from 8 to 4,096 devices, tokens per device constant, and the sizes at which its best layout changes."""
+"""Weak scaling of a model from 8 to 4,096 devices, tokens per device constant, and the sizes at which its best layout
+changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,15 +54,11 @@ def crossovers(found: list[Scaled]) -> list[Crossover]:
     """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time."""
     tests: dict[str, Callable[[Candidate], bool]] = {
         "tokens leave the node": _leaves,
-        "hierarchical exchange is faster than flat": lambda c: (
-            _leaves(c) and c.layout.all_to_all == "hierarchical"
-        ),
+        "hierarchical exchange is faster than flat": lambda c: _leaves(c) and c.layout.all_to_all == "hierarchical",
         "gathers of ZeRO-3 would take a tenth of a step or more": _gathers,
     }
     return [
-        Crossover(
-            what, next((s.num_gpus for s in found if s.best is not None and test(s.best)), None)
-        )
+        Crossover(what, next((s.num_gpus for s in found if s.best is not None and test(s.best)), None))
         for what, test in tests.items()
     ]
 

@@ -16,7 +16,8 @@ from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_s
 
 Goal = Literal["throughput", "memory", "latency"]
 SAFE = 0.92
-"""Share of the device's memory up to which a plan is called safe: published peaks lie within 10 % of the model's in most rows."""
+"""Share of the device's memory up to which a plan is called safe: published peaks lie within 10 % of the model's in
+most rows."""
 OVERLAPS = (1, 2, 4)
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -85,9 +86,7 @@ class Candidate:
     def fits(self) -> bool:
         """Whether device and host have the memory."""
         memory, problem = self.memory, self.problem
-        return (
-            memory.device_bytes <= problem.device_bytes and memory.host_bytes <= problem.host_bytes
-        )
+        return memory.device_bytes <= problem.device_bytes and memory.host_bytes <= problem.host_bytes
 
     @property
     def filled(self) -> float:
@@ -129,7 +128,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def layouts(problem: Problem) -> Iterator[RankLayout]:
-    """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
+    """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay
+    open."""
     N = problem.cluster.num_gpus // problem.pp_degree
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     chosen = problem.chosen
@@ -156,7 +156,8 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
 
 
 def can_cut(problem: Problem, tp_degree: int) -> bool:
-    """Whether a tensor-parallel degree keeps within a node, divides all that it cuts, and leaves whole routing groups."""
+    """Whether a tensor-parallel degree keeps within a node, divides all that it cuts, and leaves whole routing
+    groups."""
     sizes, seq_len = problem.sizes, problem.work.seq_len
     divides = sizes.tensor_divisor % tp_degree == 0 and seq_len % tp_degree == 0
     keeps_groups = tp_degree == 1 or seq_len // tp_degree % sizes.routing_group == 0
@@ -164,7 +165,8 @@ def can_cut(problem: Problem, tp_degree: int) -> bool:
 
 
 def _copies(problem: Problem) -> Sequence[int]:
-    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too wide."""
+    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too
+    wide."""
     N, node = problem.cluster.num_gpus // problem.pp_degree, problem.cluster.node_size
     if not can_slice(problem.sizes, N):
         return divisors(N)
@@ -178,7 +180,8 @@ def can_slice(sizes: ModelSizes, num_ranks: int) -> bool:
 
 
 def routes_over(num_ranks: int, chosen: int | None = None) -> list[int]:
-    """Numbers of ranks that tokens may travel over: a chosen one that divides all ranks, else powers of two, and all of them."""
+    """Numbers of ranks that tokens may travel over: a chosen one that divides all ranks, else powers of two, and all of
+    them."""
     if chosen is not None:
         return [] if num_ranks % chosen else [chosen]
     return [r for r in divisors(num_ranks) if r == num_ranks or r & (r - 1) == 0]
@@ -195,7 +198,8 @@ def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
 
 
 def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
-    """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all stays open.
+    """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all
+    stays open.
 
     Where that fills more than `SAFE` of the memory, the largest that does not is a candidate, too.
     """
@@ -234,10 +238,7 @@ def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
         goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the
             device.
     """
-    found = [
-        min(ways(one), key=lambda c: c.seconds.total_s)
-        for one in fitting(problem, smallest=goal == "memory")
-    ]
+    found = [min(ways(one), key=lambda c: c.seconds.total_s) for one in fitting(problem, smallest=goal == "memory")]
     if goal == "memory":
         return sorted(found, key=lambda c: (_rounded(c.memory.device_bytes), c.seconds.total_s))
     return sorted(found, key=lambda c: (c.seconds.total_s, c.memory.device_bytes))

@@ -10,7 +10,8 @@ from expertmesh.planner.planned_model import PlannedModel
 from expertmesh.planner.search import SAFE, Candidate, Goal, Problem, front
 
 ERROR_BAR = (0.74, 1.35)
-"""Measured over predicted time: three of four published rows lie within, each of a source that nothing was fitted on."""
+"""Measured over predicted time: three of four published rows lie within, each of a source that nothing was fitted
+on."""
 MEMORY_BAR = (0.95, 1.10)
 """Measured over predicted peak of memory: four of five published peaks lie within; nothing is fitted on them."""
 
@@ -105,17 +106,12 @@ def _switches(layout: RankLayout, usual: Any) -> list[str]:
             usual.train.activation_checkpointing,
         ),
         "model.moe.recompute-h": (
-            layout.checkpointing == "experts"
-            or (layout.checkpointing == "full" and usual.model.moe.recompute_h),
+            layout.checkpointing == "experts" or (layout.checkpointing == "full" and usual.model.moe.recompute_h),
             usual.model.moe.recompute_h,
         ),
         "parallel.offload": (layout.offload, usual.parallel.offload),
     }
-    return [
-        f"--{name}{'' if wanted else ' false'}"
-        for name, (wanted, given) in found.items()
-        if wanted != given
-    ]
+    return [f"--{name}{'' if wanted else ' false'}" for name, (wanted, given) in found.items() if wanted != given]
 
 
 def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) -> list[str]:
@@ -138,6 +134,4 @@ def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) ->
             found["ranks-per-node"] = ("none", usual.ranks_per_node or "none")
         if layout.route_degree == 1:
             found["dispatch-dtype"] = ("same", usual.dispatch_dtype)
-    return [
-        f"--parallel.{name} {wanted}" for name, (wanted, given) in found.items() if wanted != given
-    ]
+    return [f"--parallel.{name} {wanted}" for name, (wanted, given) in found.items() if wanted != given]

@@ -71,7 +71,8 @@ class ServePlan:
 
     @property
     def safer(self) -> Serving | None:
-        """The best layout that leaves memory free, with fewer sequences where none does; None: the best one does, or none can."""
+        """The best layout that leaves memory free, with fewer sequences where none does; None: the best one does, or
+        none can."""
         if self.best.filled <= SAFE:
             return None
         tried = [*self.ways]
@@ -114,9 +115,7 @@ def serve_plan(
     """
     found, where = planned_model(model), cluster_of(cluster)
     if found.has_lengths:
-        raise ConfigError(
-            f"plan {found.name}: generation is planned of decoders alone; leave {named('serve')} out"
-        )
+        raise ConfigError(f"plan {found.name}: generation is planned of decoders alone; leave {named('serve')} out")
     check_choice("fused", fused, (True, False))
     if cache is not None:
         check_choice("cache", cache, tuple(CACHES))
@@ -131,9 +130,7 @@ def serve_plan(
     if expert_slots is not None:
         expert_slots = whole("expert_slots", expert_slots, most=MOST_AT_ONCE, fix=fix)
     if num_redundant_experts:
-        num_redundant_experts = whole(
-            "num_redundant_experts", num_redundant_experts, most=MOST_AT_ONCE, fix=fix
-        )
+        num_redundant_experts = whole("num_redundant_experts", num_redundant_experts, most=MOST_AT_ONCE, fix=fix)
     usual = Serving(
         found.sizes,
         where,
@@ -144,9 +141,7 @@ def serve_plan(
         prompt=lengths["prompt"],
         answer=lengths["answer"],
         weights=formats,
-        cache_bytes=CACHES[
-            cache or ("float32" if formats == Weights.all("float32") else "bfloat16")
-        ],
+        cache_bytes=CACHES[cache or ("float32" if formats == Weights.all("float32") else "bfloat16")],
         fused=fused,
         expert_slots=expert_slots,
         redundant=num_redundant_experts,
@@ -179,9 +174,7 @@ def _overheads_text(serving: Serving) -> str:
     return f"{layer:.0f} us per layer and step for launches, {sequence:.0f} us for each sequence of a device"
 
 
-def _lengths(
-    batch: object, context: object, prompt: object, answer: object, token_ms: object
-) -> dict[str, int]:
+def _lengths(batch: object, context: object, prompt: object, answer: object, token_ms: object) -> dict[str, int]:
     """Sequences at once and their tokens, checked."""
     given = {"batch": batch, "context": context, "prompt": prompt, "answer": answer}
     found = {
@@ -192,18 +185,12 @@ def _lengths(
     if token_ms is not None:
         number("token_ms", token_ms, most=MOST_MS, fix="give milliseconds", least=1e-3)
     if (batch is None) == (token_ms is None):
-        rule = (
-            "or the time per token must be given"
-            if batch is None
-            else "follows from the time per token"
-        )
+        rule = "or the time per token must be given" if batch is None else "follows from the time per token"
         fix = f"give {named('batch')} or {named('token_ms')}"
         raise ConfigError("batch", batch, rule, fix)
     if context is None and (prompt is None or answer is None):
         rule = "must be given where prompt and answer are not"
-        raise ConfigError(
-            "context", None, rule, f"give it, or {named('prompt')} and {named('answer')}"
-        )
+        raise ConfigError("context", None, rule, f"give it, or {named('prompt')} and {named('answer')}")
     asked, told = found.get("prompt", 0), found.get("answer")
     room = found.get("context") or asked + (told or 0)
     if told is None:

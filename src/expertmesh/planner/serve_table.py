@@ -26,8 +26,15 @@ def serve_text(plan: ServePlan) -> str:
     best, model = plan.best, plan.model
     cluster = best.cluster
     lines = [
-        f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} billion for a token",
-        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
+        (
+            f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} "
+            "billion "
+            "for a token"
+        ),
+        (
+            f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} "
+            "GiB each"
+        ),
         f"{best.batch:,} sequences at once, {_lengths(best)}",
         "",
         f"best: {serving_text(best)}",
@@ -75,13 +82,9 @@ def _totals(plan: ServePlan) -> list[str]:
     ):
         if each:
             low, high = fast * each[0], slow * each[-1]
-            lines.append(
-                f"price        {low:,.3g} to {high:,.3g} USD per million tokens of {of}, at prices of 2026"
-            )
+            lines.append(f"price        {low:,.3g} to {high:,.3g} USD per million tokens of {of}, at prices of 2026")
     if best.filled > SAFE:
-        lines.append(
-            f"memory       {100 * best.filled:.0f} % of the device, above {100 * SAFE:.0f} %: {_safer(plan)}"
-        )
+        lines.append(f"memory       {100 * best.filled:.0f} % of the device, above {100 * SAFE:.0f} %: {_safer(plan)}")
     touched = ", ".join(
         f"{best.experts_touched(block):.1f} of {best.experts_here(block):g}"
         for block in best.sizes.blocks

@@ -14,7 +14,8 @@ from expertmesh.costs.step_time import ATTENTION, FP8_SHARE, Efficiency, route_o
 from expertmesh.costs.weight_formats import FORMATS, FormatName, Weights
 
 EXCHANGE_S = 2e-5
-"""Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8 ranks."""
+"""Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8
+ranks."""
 REDUCE_S = 1.6e-5
 """Seconds of a small all-reduce over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
 WORKSPACE_BYTES = 3.5 * GIB
@@ -96,7 +97,8 @@ class Serving:
         return self.prompt + self.answer / 2 if self.prompt else self.context
 
     def experts_held(self, block: LayerSizes) -> int:
-        """Number of a layer's experts with their copies; software with graphs copies experts that devices do not divide."""
+        """Number of a layer's experts with their copies; software with graphs copies experts that devices do not
+        divide."""
         if not block.num_experts:
             return 0
         rest = -block.num_experts % self.route_degree if self.fused else 0
@@ -155,15 +157,14 @@ class Serving:
     def cache_held_bytes(self) -> float:
         """Bytes of keys and values of one device."""
         each = (
-            block.count
-            * self._cache_of_layer(block)
-            * min(self.context, block.window or self.context)
+            block.count * self._cache_of_layer(block) * min(self.context, block.window or self.context)
             for block in self.sizes.blocks
         )
         return self.local_batch * sum(each)
 
     def _cache_of_layer(self, block: LayerSizes) -> float:
-        """Bytes of keys and values of a token and layer on one device; latents that all heads share are on each device."""
+        """Bytes of keys and values of a token and layer on one device; latents that all heads share are on each
+        device."""
         return block.cache_width * self.cache_bytes / max(min(self.tp_degree, block.cache_heads), 1)
 
     @cached_property
@@ -229,7 +230,8 @@ class Serving:
         )
 
     def _products_s(self, block: LayerSizes, tokens: float, rows: float) -> float:
-        """Seconds of a layer's products with weights, of tokens of a tensor-parallel group and rows of a device's experts."""
+        """Seconds of a layer's products with weights, of tokens of a tensor-parallel group and rows of a device's
+        experts."""
         e, w = Efficiency(), self.weights
         attention = tokens * block.attention_elements / self.tp_degree / self._peak(w.attention)
         rest = block.dense_parameters - block.attention_elements
@@ -316,20 +318,19 @@ class Serving:
 
     @property
     def usd_per_million_of_prompts(self) -> tuple[float, ...]:
-        """Lowest and highest price of a million tokens of prompts; empty: the device has no price, or there are no prompts."""
+        """Lowest and highest price of a million tokens of prompts; empty: the device has no price, or there are no
+        prompts."""
         groups = self.cluster.num_gpus / self.tp_degree
         return self._usd(self.prefill_s / groups / self.prompt) if self.prompt else ()
 
     def _usd(self, seconds: float) -> tuple[float, ...]:
         number = self.cluster.num_gpus
-        return tuple(
-            price * number / 3600 * seconds * 1e6 for price in self.cluster.device.usd_per_hour
-        )
+        return tuple(price * number / 3600 * seconds * 1e6 for price in self.cluster.device.usd_per_hour)
 
 
 def with_most_sequences(serving: Serving, token_s: float) -> Serving | None:
-    """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each device.
-    """
+    """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each
+    device."""
     step = max(serving.cluster.num_gpus // serving.tp_degree, 1)
 
     def with_(groups: int) -> Serving | None:

@@ -52,9 +52,7 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step) + 1)]
 
     @staticmethod
-    def of(
-        name: str, values: Sequence[float], *, is_log: bool = False, zero: bool = False
-    ) -> "Axis":
+    def of(name: str, values: Sequence[float], *, is_log: bool = False, zero: bool = False) -> "Axis":
         """An axis around some values."""
         low, high = min(values), max(values)
         if is_log:
@@ -90,7 +88,8 @@ def plot(
     parts = [*_frame(x, y, to_x, to_y)]
     for row, (value, text) in enumerate(marks):
         parts.append(
-            f'<line x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="{_MUTED}" stroke-dasharray="4 4"/>'
+            f'<line x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" '
+            f'stroke="{_MUTED}" stroke-dasharray="4 4"/>'
         )
         right = to_x(value) > WIDTH * 0.6
         anchor, shift = ("end", -5) if right else ("start", 5)
@@ -101,14 +100,13 @@ def plot(
     for dot in dots:
         tip = f"<title>{html.escape(dot.tip)}</title>"
         parts.append(
-            f'<circle cx="{to_x(dot.x):.1f}" cy="{to_y(dot.y):.1f}" r="{dot.radius:g}" fill="{dot.colour}" fill-opacity=".75">{tip}</circle>'
+            f'<circle cx="{to_x(dot.x):.1f}" cy="{to_y(dot.y):.1f}" r="{dot.radius:g}" fill="{dot.colour}" '
+            f'fill-opacity=".75">{tip}</circle>'
         )
     return _svg(parts, HEIGHT, label)
 
 
-def _frame(
-    x: Axis, y: Axis, to_x: Callable[[float], float], to_y: Callable[[float], float]
-) -> list[str]:
+def _frame(x: Axis, y: Axis, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:
     parts = []
     bottom = HEIGHT - _BOTTOM
     for value in x.ticks():
@@ -118,13 +116,15 @@ def _frame(
         parts.append(_text(to_x(value), bottom + 16, _short(value), "middle"))
     for value in y.ticks():
         parts.append(
-            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}" stroke="var(--line)"/>'
+            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}" '
+            'stroke="var(--line)"/>'
         )
         parts.append(_text(_LEFT - 6, to_y(value) + 4, _short(value), "end"))
     parts.append(_text((WIDTH + _LEFT) / 2, HEIGHT - 6, x.name, "middle"))
     middle = (HEIGHT - _BOTTOM + _TOP) / 2
     parts.append(
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" font-size="12" fill="{_MUTED}">{html.escape(y.name)}</text>'
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" font-size="12" '
+        f'fill="{_MUTED}">{html.escape(y.name)}</text>'
     )
     return parts
 
@@ -133,9 +133,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
     """A stacked bar for each row, and a legend."""
     names = list(dict.fromkeys(name for _, parts in rows for name, value in parts if value > 0))
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    opacity = {
-        name: (1.0, 0.55, 0.3)[place // len(COLOURS) % 3] for place, name in enumerate(names)
-    }
+    opacity = {name: (1.0, 0.55, 0.3)[place // len(COLOURS) % 3] for place, name in enumerate(names)}
     most = max((sum(max(v, 0.0) for _, v in parts) for _, parts in rows), default=1.0)
     parts_, top = [], 6.0
     for title, parts in rows:
@@ -147,7 +145,8 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
             width = value / most * (WIDTH - 90)
             tip = html.escape(f"{name}: {value:,.3g} {unit}")
             parts_.append(
-                f'<rect x="{left:.1f}" y="{top + 18:.1f}" width="{max(width, 0.5):.1f}" height="18" fill="{colour[name]}" fill-opacity="{opacity[name]}"><title>{tip}</title></rect>'
+                f'<rect x="{left:.1f}" y="{top + 18:.1f}" width="{max(width, 0.5):.1f}" height="18" '
+                f'fill="{colour[name]}" fill-opacity="{opacity[name]}"><title>{tip}</title></rect>'
             )
             left += width
         whole = sum(max(value, 0.0) for _, value in parts)
@@ -159,7 +158,8 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
         if left + width > WIDTH:
             left, top = 4.0, top + 20
         parts_.append(
-            f'<rect x="{left:.0f}" y="{top + 4:.0f}" width="11" height="11" fill="{colour[name]}" fill-opacity="{opacity[name]}"/>'
+            f'<rect x="{left:.0f}" y="{top + 4:.0f}" width="11" height="11" fill="{colour[name]}" '
+            f'fill-opacity="{opacity[name]}"/>'
         )
         parts_.append(_text(left + 15, top + 14, name, "start"))
         left += width + 8
@@ -167,7 +167,10 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = _MUTED) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="{colour}">{html.escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" '
+        f'fill="{colour}">{html.escape(text)}</text>'
+    )
 
 
 def _svg(parts: Sequence[str], height: int, label: str) -> str:

@@ -1,4 +1,5 @@
-"""Parts of a model that no plan counts and that change its size or its time: a config.json with one is refused by name."""
+"""Parts of a model that no plan counts and that change its size or its time: a config.json with one is refused by
+name."""
 
 from collections.abc import Mapping
 from typing import Any

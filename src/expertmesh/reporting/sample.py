@@ -52,12 +52,7 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     found = []
     for num_experts, stats in layers:
         chosen = zip(stats.topk_expert_ids_TK.tolist(), stats.topk_weights_TK.tolist(), strict=True)
-        found.append(
-            [
-                [(e, round(w, 3)) for e, w in zip(*one, strict=True) if e < num_experts]
-                for one in chosen
-            ]
-        )
+        found.append([[(e, round(w, 3)) for e, w in zip(*one, strict=True) if e < num_experts] for one in chosen])
     return found
 
 

@@ -1,4 +1,5 @@
-"""Type, library, kernels and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a clock, kept with the run.
+"""Type, library, kernels and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a
+clock, kept with the run.
 
 They change bits, so equal commands on one kind of machine need equal choices, however busy it is. BF16 is chosen
 where AMX multiplies it: with BF16 instructions and without AMX a processor multiplies FP32 faster, and small products
@@ -27,7 +28,8 @@ LEAST_FOR_AMX = 1 << 24
 """Multiply-adds from which AMX saves more time than casts to BF16 cost; the mean over a step's multiply-adds counts."""
 
 _OF_TWO_THREADS = 1 << 24
-"""Multiply-adds of a product that two threads multiply faster than one by more than a tenth, other operations included."""
+"""Multiply-adds of a product that two threads multiply faster than one by more than a tenth, other operations
+included."""
 
 
 @dataclass(frozen=True)

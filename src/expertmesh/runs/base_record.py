@@ -76,9 +76,7 @@ def read_record(checkpoint: Path) -> BaseRecord | None:
     record = _record(values[BASE], where=checkpoint)
     weights = Path(record["weights"])
     if not weights.is_dir():
-        raise ConfigError(
-            f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place"
-        )
+        raise ConfigError(f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place")
     if digest_of(weights) != record["digest"]:
         raise CheckpointError(
             f"{checkpoint}: has adapters for {weights}, which has changed since; restore it from a copy"
@@ -93,7 +91,5 @@ def read_record(checkpoint: Path) -> BaseRecord | None:
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:
     names = ("path", "weights", "digest")
     if not isinstance(saved, Mapping) or not all(isinstance(saved.get(n), str) for n in names):
-        raise CheckpointError(
-            f"{where}: does not say which base its adapters are for; choose another"
-        )
+        raise CheckpointError(f"{where}: does not say which base its adapters are for; choose another")
     return saved

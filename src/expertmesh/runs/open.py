@@ -1,7 +1,7 @@
 """Opening of models from folders: runs of ours, models of the hub, and quantised folders.
 
-`find_model` describes a folder and reads no weights; `open_model` makes the model. Training places models itself and takes
-only the weights, by `Run.load_into`.
+`find_model` describes a folder and reads no weights; `open_model` makes the model. Training places models itself and
+takes only the weights, by `Run.load_into`.
 """
 
 from collections.abc import Callable, Iterator
@@ -173,7 +173,8 @@ def _open(plan: _OpenPlan) -> _OpenPlan:
     is_packed = isinstance(plan.weights, PackedExperts)
     if (is_packed or plan.slots is not None) and ranks.size > 1 and plan.share is None:
         raise ConfigError(
-            f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an engine; give"
+            f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an "
+            "engine; give"
             " em.Engine(..., parallel=), or open the model as it was trained"
         )
     plan.task = run.family.open_task(_with_ids_of_files(run, plan.tokenizer))
@@ -231,7 +232,8 @@ def device_of(run: Run, device: str | torch.device | None) -> torch.device:
 
 
 def _with_ids_of_files(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
-    """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
+    """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs
+    lack."""
     config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
@@ -251,7 +253,8 @@ def _precision_of(
     device: torch.device,
     known: Arithmetic | None,
 ) -> Precision:
-    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
+    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32
+    routers."""
     if dtype is not None:
         return plain_precision(dtype, device, "as asked for")
     if isinstance(weights, PackedExperts):

@@ -24,9 +24,7 @@ def put_slots(
     """
     layers = list(grouped_layers(model))
     if not layers:
-        raise ConfigError(
-            "expert_slots", num_slots, "the model has no routed experts", "leave it out"
-        )
+        raise ConfigError("expert_slots", num_slots, "the model has no routed experts", "leave it out")
     fewest = min(experts.num_experts for _, _, experts in layers)
     if num_slots > fewest:
         is_cut = any(experts.num_experts < layer.num_experts for _, layer, experts in layers)

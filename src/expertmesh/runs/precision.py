@@ -97,7 +97,8 @@ def resolve_precision(
 def settle_precision(
     config: TrainConfig, *, products: Sequence[Product] = (), record: Path, is_exact: bool = False
 ) -> Precision:
-    """`resolve_precision`, and write its choice to the record, with the kernels for CPUs; for one rank, which tells the others.
+    """`resolve_precision`, and write its choice to the record, with the kernels for CPUs; for one rank, which tells the
+    others.
 
     Says so where an exact run (`is_exact`) goes on by other kernels than it began with.
     """

@@ -49,7 +49,8 @@ def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise the model again"
+            f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise "
+            "the model again"
         )
     result: torch.dtype = dtype
     return result

@@ -70,7 +70,8 @@ class RunDir:
     def locked(self) -> Iterator[None]:
         """Context that locks the directory for this process. The system drops the lock when the process dies.
 
-        Files created inside the context are deleted on exit unless `write_description` was called, so a refused run leaves nothing.
+        Files created inside the context are deleted on exit unless `write_description` was called, so a refused run
+        leaves nothing.
         """
         files = (self.lock, self.arithmetic, self.plans, self.config, self.versions)
         folders = (self.path, *self.path.parents)
@@ -95,9 +96,7 @@ class RunDir:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
-                raise ConfigError(
-                    "train.run_dir", self.path, "is a file or below a file", "choose a folder"
-                ) from None
+                raise ConfigError("train.run_dir", self.path, "is a file or below a file", "choose a folder") from None
             file = self.lock.open("a+b", buffering=0)
             try:
                 with naming(self.lock):
@@ -120,12 +119,8 @@ class RunDir:
 
     def check_writable(self) -> None:
         """Try all that a run will write here, before its first step."""
-        if not next(
-            one for one in (self.path, *self.path.absolute().parents) if one.exists()
-        ).is_dir():
-            raise ConfigError(
-                "train.run_dir", self.path, "is a file or below a file", "choose a folder"
-            )
+        if not next(one for one in (self.path, *self.path.absolute().parents) if one.exists()).is_dir():
+            raise ConfigError("train.run_dir", self.path, "is a file or below a file", "choose a folder")
         for path in (self.config, self.arithmetic, self.plans, self.versions, *self.records):
             check_file(path)
         for path in (self.checkpoints, self.tensorboard):
@@ -165,9 +160,7 @@ class RunDir:
                 f"check {named('train.run_dir')}, or use {named('train.resume', 'auto')}",
             )
 
-    def write_description(
-        self, config: RunConfig, *, recipe: str, files: Mapping[str, Path]
-    ) -> None:
+    def write_description(self, config: RunConfig, *, recipe: str, files: Mapping[str, Path]) -> None:
         """Write config.json, versions.json and copies of the data's files, each by one rename."""
         values = {"recipe": recipe, **config.model_dump(mode="json")}
         with naming(self.path):
@@ -184,10 +177,7 @@ class RunDir:
         """(resolved configuration as plain values, name of the recipe)."""
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
-            raise ConfigError(
-                f"run {self.path}: {what}; train one with: {command('train')}"
-                f"{how_to_fetch(self.path)}"
-            )
+            raise ConfigError(f"run {self.path}: {what}; train one with: {command('train')}{how_to_fetch(self.path)}")
         check_only_files(self.path, what=f"run {self.path}")
         try:
             values = parse_json(self.config.read_bytes())
@@ -195,13 +185,9 @@ class RunDir:
             if not isinstance(values.get("family", GPT.name), str):
                 raise ValueError(values)
         except FileNotFoundError:
-            raise ConfigError(
-                f"run {self.path}: has no config.json; give the directory of a training run"
-            ) from None
+            raise ConfigError(f"run {self.path}: has no config.json; give the directory of a training run") from None
         except (ValueError, AttributeError, TypeError, OSError):
-            raise ConfigError(
-                f"run {self.path}: config.json is unreadable; restore it from a copy"
-            ) from None
+            raise ConfigError(f"run {self.path}: config.json is unreadable; restore it from a copy") from None
         if is_quantized:
             del values["quantization_config"], values["dtype"]
         if "quantization_config" in values:
@@ -216,9 +202,7 @@ class RunDir:
             )
         return values, str(recipe)
 
-    def read_config(
-        self, family: Family | None = None, *, is_quantized: bool = False
-    ) -> tuple[RunConfig, Family]:
+    def read_config(self, family: Family | None = None, *, is_quantized: bool = False) -> tuple[RunConfig, Family]:
         """(resolved configuration, its family).
 
         Args:
@@ -234,13 +218,9 @@ class RunDir:
                 if is_module
                 else "name the family as module:name, in Python as family=..."
             )
-            raise ConfigError(
-                f"run {self.path}: is of family {name}, which is not of this package; {fix}"
-            )
+            raise ConfigError(f"run {self.path}: is of family {name}, which is not of this package; {fix}")
         if family.name != name:
-            raise ConfigError(
-                "family", family.name, f"the run {self.path} is of family {name}", "name that one"
-            )
+            raise ConfigError("family", family.name, f"the run {self.path} is of family {name}", "name that one")
         with saved_run():
             return family.config.model_validate(values), family
 
@@ -273,7 +253,8 @@ class Run:
         """Refuse quantised weights, with which no training can begin."""
         if self.is_quantized:
             raise ConfigError(
-                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of, or use {named('adapter.kind', 'lora')}"
+                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was "
+                f"made of, or use {named('adapter.kind', 'lora')}"
             )
 
     def packed_format(self) -> tuple[str, int] | None:
@@ -304,8 +285,8 @@ class Run:
         return found
 
     def check_bound(self) -> None:
-        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may be changed.
-        """
+        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may
+        be changed."""
         values, _ = RunDir(self.path).read_values()
         state = read_state(self.checkpoint)
         check_run(self.path, values, state, self.family, where=self.checkpoint)
@@ -348,7 +329,8 @@ class Run:
 
     @property
     def kept_arithmetic(self) -> dict[str, Path]:
-        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there is none."""
+        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there
+        is none."""
         return {self.arithmetic.name: self.arithmetic} if self.arithmetic.is_file() else {}
 
 
@@ -379,7 +361,8 @@ def find_model(path: str | Path, family: Family | None = None) -> Run:
 
 
 def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
-    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see `read_record`."""
+    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see
+    `read_record`."""
     found = read_record(checkpoint)
     if found is None:
         return None

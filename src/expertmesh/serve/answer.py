@@ -15,7 +15,8 @@ from expertmesh.serve.faults import RequestError
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 
 WITHOUT_EFFECT = "x-without-effect"
-"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this one."""
+"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this
+one."""
 
 
 class AnswerWriter(Protocol):
@@ -119,9 +120,7 @@ class Answer(Response):
             fault = _as_fault(error)
             if not has_begun:
                 raise fault from error
-            await _send_body(
-                send, self._written(self._writer.failed(fault), is_end=True), more=False
-            )
+            await _send_body(send, self._written(self._writer.failed(fault), is_end=True), more=False)
             return
         await _send_body(send, self._written(self._writer.last(), is_end=True), more=False)
 

@@ -42,9 +42,7 @@ class Blocks:
                 yield from self._begin("call", piece.call_id, piece.name)
                 continue
             kind: Literal["thought", "text"] = "thought" if isinstance(piece, Thought) else "text"
-            if not isinstance(piece, CallArguments) and (
-                self._open is None or self._open.kind != kind
-            ):
+            if not isinstance(piece, CallArguments) and (self._open is None or self._open.kind != kind):
                 yield from self._begin(kind)
             block = self._open
             assert block is not None

@@ -56,9 +56,7 @@ def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[
         }
 
 
-async def ask(
-    address: str, body: dict[str, Any], *, key: str | None = None, leave_after: int | None = None
-) -> Outcome:
+async def ask(address: str, body: dict[str, Any], *, key: str | None = None, leave_after: int | None = None) -> Outcome:
     """Send a streaming request and read its answer.
 
     Args:
@@ -68,15 +66,16 @@ async def ask(
     """
     place = urlsplit(address)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\nconnection: "
+        "close\r\n"
+    )
     if key is not None:
         head += f"authorization: Bearer {key}\r\n"
     found, begin = Outcome(), time.perf_counter()
     writer = None
     try:
-        reader, writer = await asyncio.open_connection(
-            place.hostname, place.port or 80, limit=_LINE_BYTES
-        )
+        reader, writer = await asyncio.open_connection(place.hostname, place.port or 80, limit=_LINE_BYTES)
         writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         found.status = int((await reader.readline()).split()[1])
         while line := await reader.readline():
@@ -140,14 +139,13 @@ def table(outcomes: Sequence[Outcome], seconds: float) -> str:
     refused = sum(one.status == 429 for one in outcomes)
     tokens = sum(one.num_tokens for one in good)
     first = [one.arrivals[0] for one in good if one.arrivals]
-    per_token = [
-        (one.arrivals[-1] - one.arrivals[0]) / (one.num_tokens - 1)
-        for one in good
-        if one.num_tokens > 1
-    ]
+    per_token = [(one.arrivals[-1] - one.arrivals[0]) / (one.num_tokens - 1) for one in good if one.num_tokens > 1]
     gaps = [b - a for one in good for a, b in zip(one.arrivals, one.arrivals[1:], strict=False)]
     lines = [
-        f"{len(good)} answered, {refused} refused (429), {len(outcomes) - len(good) - refused} failed in {seconds:.1f} s",
+        (
+            f"{len(good)} answered, {refused} refused (429), {len(outcomes) - len(good) - refused} failed in "
+            f"{seconds:.1f} s"
+        ),
         f"{len(good) / seconds:.2f} requests/s, {tokens / seconds:.1f} tokens/s",
         "".join(["milliseconds".ljust(28), *(f"p{share * 100:.0f}".rjust(10) for share in SHARES)]),
     ]

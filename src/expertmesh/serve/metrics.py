@@ -31,9 +31,7 @@ class Metrics:
         self.requests = RequestMetrics(self._registry, model_name)  # metrics per answer
 
         def timed(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            found = Histogram(
-                f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=self._registry
-            )
+            found = Histogram(f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
             return found.labels(model_name)
 
         self._step = timed("iteration_duration_seconds", "of a step of the engine", SHORT_S)
@@ -145,9 +143,7 @@ class Metrics:
         paging = engine.expert_paging()
         for name, (field, text) in _PAGING.items() if paging else ():
             rows = [(layer, getattr(one, field)) for layer, one in enumerate(paging)]
-            yield self._family(
-                CounterMetricFamily, f"expert_slot_{name}", text, rows, labels=["layer"]
-            )
+            yield self._family(CounterMetricFamily, f"expert_slot_{name}", text, rows, labels=["layer"])
 
     def _placement(self) -> Iterator[Metric]:
         """Balance of the ranks' load before and after the last rebalancing of experts, and its counters."""

@@ -169,9 +169,7 @@ class ResponsesRequest(RequestObject):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     stream_options: SkipJsonSchema[StreamOptions | None] = None
-    tools: SkipJsonSchema[
-        list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None
-    ] = None
+    tools: SkipJsonSchema[list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None] = None
     tool_choice: SkipJsonSchema[_Choice | None] = None
     parallel_tool_calls: bool | None = None
     text: SkipJsonSchema[TextField | None] = None

@@ -122,9 +122,7 @@ class ResponsesWriter(BlockWriter):
             "status": self._status,
             "background": False,
             "error": None,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-            ),
+            "incomplete_details": ({"reason": "max_output_tokens"} if self._status == "incomplete" else None),
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": None,

@@ -145,15 +145,9 @@ class RequestReader:
         given = request.model_extra or {}
         use = read_tool_use(given)
         ids = self.chat_ids(request, use)
-        wanted = (
-            request.max_tokens
-            if request.max_completion_tokens is None
-            else request.max_completion_tokens
-        )
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = self.max_len if wanted is None else max(wanted, 1)
-        params = self._params(
-            request, ids, most, logprobs=(count or 0) if request.logprobs else None
-        )
+        params = self._params(request, ids, most, logprobs=(count or 0) if request.logprobs else None)
         job = Job([ids], [], [params], wanted == 0, adapter)
         has_thoughts, splits = (_switch(given, name) for name in _SPLITS)
         unread = [one for one in _EFFORTS if given.get(one) and not self._reads(one, given[one])]
@@ -161,9 +155,7 @@ class RequestReader:
         said = request.messages[-1].text if request.continue_final_message else ""
         return self._parsed(request, job, use, splits=splits, said=said)
 
-    def _parsed(
-        self, request: ChatRequest, job: Job, use: ToolUse, *, splits: bool, said: str
-    ) -> Job:
+    def _parsed(self, request: ChatRequest, job: Job, use: ToolUse, *, splits: bool, said: str) -> Job:
         """A job whose answers are parsed for thoughts and calls, or are guided."""
         asked = guide_of(request.model_extra or {})
         if asked is not None and not use.callable:
@@ -181,18 +173,15 @@ class RequestReader:
         kept = self._marks.ids_of(reading.markers)
         params = [one.model_copy(update={"kept_special_ids": kept}) for one in job.params]
         job = replace(job, params=params, make_parser=reading)
-        return (
-            self._ruled(job, Guide("tools", "json_schema", GuidedCalls(reading, answer)))
-            if guides
-            else job
-        )
+        return self._ruled(job, Guide("tools", "json_schema", GuidedCalls(reading, answer))) if guides else job
 
     def chat_ids(self, request: ChatPrompt, use: ToolUse) -> list[int]:
         """Tokens of a conversation with these tools."""
         if not self.text.can_chat:
             raise RequestError(
                 400,
-                "messages: this model has no chat template, and did not learn conversations; send `prompt` to /v1/completions, "
+                "messages: this model has no chat template, and did not learn conversations; send `prompt` to "
+                "/v1/completions, "
                 "or serve a folder with chat_template.jinja, or a run trained on conversations",
                 param="messages",
                 code="no_chat_template",
@@ -278,9 +267,7 @@ class RequestReader:
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
         if ids and max(ids) >= self.vocab_size:
-            raise RequestError(
-                400, f"{param}: token ids must be below {self.vocab_size}", param=param
-            )
+            raise RequestError(400, f"{param}: token ids must be below {self.vocab_size}", param=param)
 
     def _check(self, request: Sampling) -> str | None:
         """Requested adapter; raises RequestError if a field is unsupported or invalid."""
@@ -304,23 +291,18 @@ class RequestReader:
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
         return adapter
 
-    def _params(
-        self, request: Sampling, ids: Sequence[int], most: int, **scores: Any
-    ) -> SamplingParams:
+    def _params(self, request: Sampling, ids: Sequence[int], most: int, **scores: Any) -> SamplingParams:
         room = self.max_len - len(ids)
         if room < 1:
             raise RequestError(
                 400,
-                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; "
-                "shorten it",
+                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )
         max_tokens = min(most, room, self._config.max_answer or room)
         given: dict[str, Any] = {
-            name: one.read(value)
-            for name, one in SPELLED.items()
-            if (value := getattr(request, name)) is not None
+            name: one.read(value) for name, one in SPELLED.items() if (value := getattr(request, name)) is not None
         }
         given["max_tokens"] = max_tokens
         given["min_tokens"] = min(given.get("min_tokens", 0), max_tokens)
@@ -387,11 +369,7 @@ def _said(message: Message, number: int) -> dict[str, Any]:
     if isinstance(message.content, list):
         for i, part in enumerate(message.content):
             refuse_unknown(part.model_extra, place=f"messages.{number}.content.{i}.")
-    more = {
-        name: value
-        for name, value in given.items()
-        if value is not None and name not in REFUSED_OF_MESSAGES
-    }
+    more = {name: value for name, value in given.items() if value is not None and name not in REFUSED_OF_MESSAGES}
     if more.get("tool_calls"):
         try:
             more["tool_calls"] = read_calls(more["tool_calls"], f"messages.{number}.tool_calls")

@@ -49,9 +49,9 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._name = model_name
         self._of = {
-            name: Histogram(
-                f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=registry
-            ).labels(model_name)
+            name: Histogram(f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=registry).labels(
+                model_name
+            )
             for name, (text, buckets) in _TIMED.items()
         }
         self._success = Counter(

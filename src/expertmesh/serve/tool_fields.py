@@ -44,9 +44,7 @@ def _chosen(choice: Any, known: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Names of the tools that may be called, and whether one must be."""
     if choice in _WORDS:
         if choice == "required" and not known:
-            raise _wrong(
-                f"{_CHOICE}: is required, and there are no tools; give tools, or leave it out"
-            )
+            raise _wrong(f"{_CHOICE}: is required, and there are no tools; give tools, or leave it out")
         return ([] if choice == "none" else list(known)), choice == "required"
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
@@ -76,9 +74,7 @@ def _known(given: Any, place: str, known: Mapping[str, Any]) -> str:
         raise _wrong(f"{place}.function.name: must be the name of a tool; give one")
     if name not in known:
         has = ", ".join(known)[:200] if known else "there are none"
-        raise _wrong(
-            f"{place}.function.name: {name[:64]!r} is none of the tools ({has}); choose one"
-        )
+        raise _wrong(f"{place}.function.name: {name[:64]!r} is none of the tools ({has}); choose one")
     return name
 
 

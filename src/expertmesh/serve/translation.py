@@ -15,8 +15,7 @@ from expertmesh.serve.wrong_body import best_error
 
 _NO_PLACE = ("n", "max_tokens", "return_routed_experts")
 PASSED = frozenset(
-    {*SPELLED, *GUIDE_FIELDS, "chat_template_kwargs", "reasoning_effort"}
-    - {*_NO_PLACE, "response_format"}
+    {*SPELLED, *GUIDE_FIELDS, "chat_template_kwargs", "reasoning_effort"} - {*_NO_PLACE, "response_format"}
 )
 """Fields of chat completions that every interface takes beside its own."""
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]

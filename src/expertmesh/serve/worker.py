@@ -103,9 +103,7 @@ class EngineWorker:
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._tickets: dict[
-            str, tuple[Ticket, int]
-        ] = {}  # used by the thread only: ticket and first index by request
+        self._tickets: dict[str, tuple[Ticket, int]] = {}  # used by the thread only: ticket and first index by request
         self._numbers = itertools.count()
         self._is_stopping, self._failures = False, 0
         self._observe = observe
@@ -227,9 +225,7 @@ class EngineWorker:
                 found.append((ticket, first + output.index, output))
         self._tell(self._hand_out, found, num_tokens, seconds)
 
-    def _hand_out(
-        self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float
-    ) -> None:
+    def _hand_out(self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float) -> None:
         for ticket, index, output in found:
             ticket.deliver(index, output)
         if self._observe is not None:

@@ -81,9 +81,7 @@ class Writer:
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Response with complete answers."""
-        choices = [
-            self._choice(i, self._updates.of(i, outputs[i]), "message") for i in sorted(outputs)
-        ]
+        choices = [self._choice(i, self._updates.of(i, outputs[i]), "message") for i in sorted(outputs)]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._updates.usage()}
 
@@ -162,15 +160,14 @@ class Writer:
         }
 
     def _by_text(self, entry: Logprob) -> dict[str, float]:
-        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by id."""
+        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by
+        id."""
         texts = {token: self.texts.text(token) for token, _ in entry.top}
         texts |= {entry.token_id: self.texts.text(entry.token_id)}
         count = Counter(texts.values())
         found = {}
         for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-            is_own = token == entry.token_id or (
-                count[texts[token]] == 1 and _LOST not in texts[token]
-            )
+            is_own = token == entry.token_id or (count[texts[token]] == 1 and _LOST not in texts[token])
             found[texts[token] if is_own else as_id(token)] = _finite(value)
         return found
 

@@ -62,9 +62,7 @@ def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
         yield parameter("moe.router.log_scale", "scale", "router", one=1)
         yield parameter("moe.router.proj.weight", "router", "router", cosine=C, model=D)
     elif options.router != "hash":
-        yield parameter(
-            "moe.router.proj.weight", "router", "router", expert=E, model=D, hub="mlp.gate.weight"
-        )
+        yield parameter("moe.router.proj.weight", "router", "router", expert=E, model=D, hub="mlp.gate.weight")
         if options.router_bias:
             name = "moe.router.proj.bias"
             yield parameter(name, "bias", "router", expert=E, hub="mlp.gate.bias")
@@ -96,9 +94,7 @@ _AXES_OF_MLP: Mapping[str, tuple[str, ...]] = {
     "b_in": ("branch", "hidden"),
     "b_out": ("model",),
 }
-MLP_CUT: Mapping[str, int] = {
-    name: axes.index("hidden") for name, axes in _AXES_OF_MLP.items() if "hidden" in axes
-}
+MLP_CUT: Mapping[str, int] = {name: axes.index("hidden") for name, axes in _AXES_OF_MLP.items() if "hidden" in axes}
 """Axis of each parameter of a `DenseMLP` along which tensor parallelism cuts it."""
 
 

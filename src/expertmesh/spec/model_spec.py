@@ -1,7 +1,8 @@
 """Specification of a model's parameters, written once per family, without torch.
 
-A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimizer and the initial weights
-read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub their hub names.
+A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimizer and the initial
+weights read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub
+their hub names.
 """
 
 import math
@@ -13,15 +14,14 @@ from typing import Literal
 
 from expertmesh.spec.resting import Resting
 
-Role = Literal[
-    "embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"
-]
-"""Kind of a parameter. embedding: rows that are looked up; positions: added or multiplied by position; head: projection of the
-model's inputs or outputs; router: scores of experts; gate: mixing weights of parallel blocks; matrix: product inside the model;
-norm: weight of a norm; bias; scale: a learned factor."""
+Role = Literal["embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"]
+"""Kind of a parameter. embedding: rows that are looked up; positions: added or multiplied by position; head: projection
+of the model's inputs or outputs; router: scores of experts; gate: mixing weights of parallel blocks; matrix: product
+inside the model; norm: weight of a norm; bias; scale: a learned factor."""
 
 LearnedAs = Literal["table", "edge", "matrix", "vector"]
-"""Optimizer group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with decay."""
+"""Optimizer group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with
+decay."""
 
 LEARNED_AS: Mapping[Role, LearnedAs] = {
     "embedding": "table",
@@ -134,9 +134,7 @@ def parameter(
     """
     names = (hub,) if isinstance(hub, str) else hub
     shape, axes = tuple(sizes.values()), tuple(sizes)
-    return Parameter(
-        name, shape, axes, role, part, cut=cut, is_output=is_output, begins=begins, hub=names
-    )
+    return Parameter(name, shape, axes, role, part, cut=cut, is_output=is_output, begins=begins, hub=names)
 
 
 @dataclass(frozen=True)
@@ -198,17 +196,13 @@ class ModelSpec:
     @cached_property
     def num_experts(self) -> tuple[int, ...]:
         """Number of routed experts of each layer that has some, in layer order."""
-        found = {
-            one.layer: one.shape[one.expert_axis] for one in self if one.expert_axis is not None
-        }
+        found = {one.layer: one.shape[one.expert_axis] for one in self if one.expert_axis is not None}
         return tuple(found.values())
 
     @cached_property
     def alike(self) -> tuple[tuple[Parameter, int], ...]:
         """(parameter, number) of parameters that differ in name and layer alone."""
-        return tuple(
-            Counter(replace(one, name="", layer=None, hub=()) for one in self.parameters).items()
-        )
+        return tuple(Counter(replace(one, name="", layer=None, hub=()) for one in self.parameters).items())
 
     @cached_property
     def _hash(self) -> int:

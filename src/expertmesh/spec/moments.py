@@ -1,8 +1,8 @@
 """Bytes of the optimizer's moments of a tensor, for each state dtype, without torch.
 
-Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose cut of
-the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply to every
-part that is large and consists of whole blocks.
+Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose
+cut of the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply
+to every part that is large and consists of whole blocks.
 """
 
 import math
@@ -68,9 +68,7 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
     return state_dtype != "int8" or not is_cut or part[-1] % block_size(shape[-1]) == 0
 
 
-def moment_bytes(
-    shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype, *, master: int = 4
-) -> int:
+def moment_bytes(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype, *, master: int = 4) -> int:
     """Bytes of one moment of one rank's part of a tensor.
 
     Args:

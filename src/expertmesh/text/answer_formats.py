@@ -1,4 +1,5 @@
-"""Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which marks."""
+"""Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which
+marks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -91,9 +92,7 @@ FORMATS = (
     AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, 9),
     AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, 9),
     AnswerFormat(("granite",), ("<|tool_call|>",), calls=calls.GRANITE),
-    AnswerFormat(
-        ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER
-    ),
+    AnswerFormat(("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER),
     AnswerFormat(("glm45", "glm47"), ("<tool_call>", "<arg_key>"), calls=calls.GLM),
     AnswerFormat(("seed_oss",), ("<seed:tool_call>",), calls=calls.SEED),
     AnswerFormat(("minimax", "hunyuan_a13b"), ("<tool_calls>",), calls=calls.TOOL_CALLS),

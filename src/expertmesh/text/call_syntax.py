@@ -376,9 +376,7 @@ _MINIMAX = _Tags(
 )
 _DSML = _Tags(
     re.compile(r"\s*<｜DSML｜invoke name=\"(?P<name>[^\"\n]+)\">\s*"),
-    re.compile(
-        r"\s*<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\"(?: string=\"(?P<string>true|false)\")?>"
-    ),
+    re.compile(r"\s*<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\"(?: string=\"(?P<string>true|false)\")?>"),
     "</｜DSML｜parameter>",
     re.compile(r"\s*</｜DSML｜invoke>\s*"),
 )
@@ -395,9 +393,7 @@ HERMES = CallSyntax(
     "</tool_call>",
     read_json,
     ("{", "["),
-    markup=CallMarkup(
-        '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"
-    ),
+    markup=CallMarkup('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"),
 )
 TOOL_CALLS, TOOLCALL, INTERNLM, COHERE = (
     CallSyntax(begin, end, read_json, ("{", "["))
@@ -413,13 +409,9 @@ LFM2 = CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", read_python, ("[",
 QWEN3_CODER = CallSyntax("<tool_call>", "</tool_call>", _QWEN3_CODER.read, ("<function=",))
 SEED = QWEN3_CODER._replace(begin="<seed:tool_call>", end="</seed:tool_call>")
 GLM = CallSyntax("<tool_call>", "</tool_call>", _GLM.read)
-MINIMAX = CallSyntax(
-    "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX.read, ("<invoke name=",)
-)
+MINIMAX = CallSyntax("<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX.read, ("<invoke name=",))
 DEEPSEEK_V32, DEEPSEEK_V4 = (
-    CallSyntax(
-        f"<｜DSML｜{name}>", f"</｜DSML｜{name}>", _DSML.read, ("<｜DSML｜invoke",), ("｜DSML｜",)
-    )
+    CallSyntax(f"<｜DSML｜{name}>", f"</｜DSML｜{name}>", _DSML.read, ("<｜DSML｜invoke",), ("｜DSML｜",))
     for name in ("function_calls", "tool_calls")
 )
 DEEPSEEK_V3 = CallSyntax(
@@ -470,12 +462,8 @@ KIMI = CallSyntax(
         "<|tool_calls_section_end|>",
     ),
 )
-MISTRAL = CallSyntax(
-    "[TOOL_CALLS]", None, _read_mistral, markup=_JSON_LIST._replace(before="[TOOL_CALLS][")
-)
-MISTRAL_V11 = MISTRAL._replace(
-    markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]")
-)
+MISTRAL = CallSyntax("[TOOL_CALLS]", None, _read_mistral, markup=_JSON_LIST._replace(before="[TOOL_CALLS]["))
+MISTRAL_V11 = MISTRAL._replace(markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]"))
 LLAMA = CallSyntax(
     "<|python_tag|>",
     None,
@@ -483,9 +471,7 @@ LLAMA = CallSyntax(
     ("{",),
     markup=CallMarkup('{{"name": "{name}", "parameters": ', "}", between=None),
 )
-GRANITE = JSON_CALLS._replace(
-    begin="<|tool_call|>", markup=_JSON_LIST._replace(before="<|tool_call|>[")
-)
+GRANITE = JSON_CALLS._replace(begin="<|tool_call|>", markup=_JSON_LIST._replace(before="<|tool_call|>["))
 HARMONY_CALLS = CallSyntax(
     "<|channel|>",
     "<|call|>",

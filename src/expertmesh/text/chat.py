@@ -1,14 +1,16 @@
-"""Chat formats: conversations as tokens, with the tokens that a model learns (the assistant's turns and their end tokens).
+"""Chat formats: conversations as tokens, with the tokens that a model learns (the assistant's turns and their end
+tokens).
 
-A format gives training samples by `samples` and the stop tokens of generation as `ends`, so that generation stops at the
-tokens that end a turn in training.
+A format gives training samples by `samples` and the stop tokens of generation as `ends`, so that generation stops at
+the tokens that end a turn in training.
 
-A tokenizer with a chat template (from a converted checkpoint of the hub) uses the template. All others use our own format:
+A tokenizer with a chat template (from a converted checkpoint of the hub) uses the template. All others use our own
+format:
 
     <|endoftext|> <|user|> What is 2 + 2? <|endoftext|> <|assistant|> 4. <|endoftext|>
 
-Each message is the mark of its role, its content and the end of text. A tokenizer learned from conversations has the marks
-as special tokens; any other tokenizer encodes them as text. docs/decisions/009-conversations.md says why.
+Each message is the mark of its role, its content and the end of text. A tokenizer learned from conversations has the
+marks as special tokens; any other tokenizer encodes them as text. docs/decisions/009-conversations.md says why.
 """
 
 import hashlib
@@ -49,7 +51,10 @@ RESERVED_VARIABLES = (
 """Names that further variables of a template may not have: arguments of a prompt set them, or nothing does."""
 
 _QUOTED = "quote a special token of the model"
-_NO_TOOLS = f"calls of tools need a chat template that writes them; begin with a converted model that has one ({named('train.init_from')})"
+_NO_TOOLS = (
+    "calls of tools need a chat template that writes them; begin with a converted model that has one "
+    f"({named('train.init_from')})"
+)
 MARKS = tuple(f"<|{role}|>" for role in ROLES)
 """Tokens that begin a message in our own format."""
 
@@ -61,9 +66,7 @@ OWN_TEMPLATE = OWN_TEMPLATE_FILE.read_text(encoding="utf-8")
 
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's and has content or tool calls."""
-    return message["role"] == "assistant" and bool(
-        message["content"].strip() or message.get("tool_calls")
-    )
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -106,7 +109,8 @@ class OwnFormat:
         return self._is_template or self.has_marks
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""
+        """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as
+        text."""
         return None
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
@@ -154,13 +158,13 @@ class OwnFormat:
 class TemplateFormat:
     """Chat format given by a chat template of the hub, rendered in jinja2's sandbox.
 
-    The text before an assistant's turn is the template's output for the earlier messages with its generation prompt, so that
-    training and generation see the same prompt. If a template writes earlier turns differently from the last one (models that
-    drop their reasoning), each turn of the assistant becomes a sequence of its own.
+    The text before an assistant's turn is the template's output for the earlier messages with its generation prompt, so
+    that training and generation see the same prompt. If a template writes earlier turns differently from the last one
+    (models that drop their reasoning), each turn of the assistant becomes a sequence of its own.
 
-    An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the special
-    token that begins the next turn is learned as the end, and the end of text behind the last answer of a sequence. If the next
-    turn begins in plain text, each answer becomes a sequence of its own.
+    An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the
+    special token that begins the next turn is learned as the end, and the end of text behind the last answer of a
+    sequence. If the next turn begins in plain text, each answer becomes a sequence of its own.
     """
 
     def __init__(
@@ -181,11 +185,7 @@ class TemplateFormat:
         self._with_tools, self._unset = with_tools, unset
         added = tokenizer.get_added_tokens_decoder()
         named = set(self._variables.values())  # of a tokenizer that was not read beside its files
-        self._special = {
-            token.content: i
-            for i, token in added.items()
-            if token.special or token.content in named
-        }
+        self._special = {token.content: i for i, token in added.items() if token.special or token.content in named}
 
     @cached_property
     def identity(self) -> str:
@@ -202,7 +202,8 @@ class TemplateFormat:
 
     @cached_property
     def _header(self) -> str:
-        """Generation prompt of a template that ignores `add_generation_prompt`: the text that it writes before an answer.
+        """Generation prompt of a template that ignores `add_generation_prompt`: the text that it writes before an
+        answer.
 
         "": the template handles `add_generation_prompt`, or writes only blanks before an answer (Mistral).
         """
@@ -226,7 +227,8 @@ class TemplateFormat:
 
     @cached_property
     def _ends(self) -> dict[int, bool]:
-        """End tokens found by probe conversations, each with whether it closes answers that the template leaves open."""
+        """End tokens found by probe conversations, each with whether it closes answers that the template leaves
+        open."""
         calls = [(_ASKED, _CALL)] if self.writes("tool_calls") else []
         found: dict[int, bool] = {}
         for talk in ((_ASKED, _ANSWER), (_SYSTEM, _ASKED, _ANSWER), *calls):
@@ -235,10 +237,9 @@ class TemplateFormat:
                     found[token] = is_open or found.get(token, False)
         return found
 
-    def _ends_of(
-        self, talk: list[dict[str, Any]], following: list[dict[str, Any]]
-    ) -> list[tuple[int, bool]]:
-        """End token of the last answer of `talk` if `following` comes next, and whether the template left the answer open.
+    def _ends_of(self, talk: list[dict[str, Any]], following: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+        """End token of the last answer of `talk` if `following` comes next, and whether the template left the answer
+        open.
 
         Empty if the template refuses the conversation.
         """
@@ -275,7 +276,8 @@ class TemplateFormat:
         return f"{self.source}\n{self._with_tools or ''}"
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
+        """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else
+        None."""
         return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
@@ -304,7 +306,8 @@ class TemplateFormat:
             until = self._render(messages[: i + 1], tools)
             if not until.startswith(before):
                 raise ConfigError(
-                    "the chat template writes an answer otherwise than as a continuation of its own prompt; use another template"
+                    "the chat template writes an answer otherwise than as a continuation of its own prompt; use "
+                    "another template"
                 )
             found.append(_ParsedAnswer(before, until))
         return found
@@ -367,13 +370,12 @@ class TemplateFormat:
         """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
         *before, last = messages
         last = {**last, "content": last["content"] or ""}
-        text = self._render(
-            [*before, {**last, "content": last["content"] + _OPEN_END}], tools, **wish
-        )
+        text = self._render([*before, {**last, "content": last["content"] + _OPEN_END}], tools, **wish)
         written, mark, rest = text.rpartition(_OPEN_END.strip())
         if not mark or last["content"].strip() not in written:
             raise ConfigError(
-                "the chat template does not write the text of the last message as it is, so that nothing can continue it; ask for"
+                "the chat template does not write the text of the last message as it is, so that nothing can continue "
+                "it; ask for"
                 " an answer"
             )
         # a template that trims the blank of the mark would have trimmed those of the content
@@ -391,24 +393,21 @@ class TemplateFormat:
             spans += self._between(text[at : len(answer.before)], ends_answer=is_open)
             is_open = self._last_special(answer.text) is None
             at = len(answer.until if is_open else answer.until.rstrip())
-            spans.append(
-                TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True)
-            )
+            spans.append(TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True))
         if is_open:
             spans.append(TokenSpan([self._end], True))
         spans += self._between(text[at:], ends_answer=False)
         return [span for span in spans if span.ids]
 
     def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
-        """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is learned."""
+        """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is
+        learned."""
         ids = ids_of_text(self._tokenizer, text)
         special = set(self._special.values())
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
         return [TokenSpan(ids[:count], True), TokenSpan(ids[count:], False)]
 
-    def _render(
-        self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False, **more: Any
-    ) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False, **more: Any) -> str:
         text = self._render_as_it_is(messages, tools, asks=asks, **more)
         return text + self._header if asks else text
 
@@ -445,9 +444,7 @@ class _ParsedAnswer(NamedTuple):
         return self.until[len(self.before) :]
 
 
-_ASKED, _ANSWER, _SYSTEM, _TOOL = (
-    {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
-)
+_ASKED, _ANSWER, _SYSTEM, _TOOL = ({"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool"))
 _NOTHING = {"documents": None}
 """Variables of a template unless they are given."""
 _PROBE = "8d1f answer"
@@ -467,9 +464,7 @@ ChatFormat = OwnFormat | TemplateFormat
 def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
     """Raise ConfigError if a conversation has tools or tool calls and the format cannot write them."""
     has_calls = any(m.get("tool_calls") for m in conversation[MESSAGES])
-    if (has_calls and not form.writes("tool_calls")) or (
-        "tools" in conversation and not form.writes("tools")
-    ):
+    if (has_calls and not form.writes("tool_calls")) or ("tools" in conversation and not form.writes("tools")):
         raise ConfigError(_NO_TOOLS)
 
 

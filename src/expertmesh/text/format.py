@@ -1,7 +1,7 @@
 """Text format of a model: tokenizer, start tokens, end tokens and chat format.
 
-Everything that generates text uses a `TextFormat`, so that prompts begin and outputs end with the same tokens everywhere. It
-is read from the files beside a tokenizer and from the model's configuration.
+Everything that generates text uses a `TextFormat`, so that prompts begin and outputs end with the same tokens
+everywhere. It is read from the files beside a tokenizer and from the model's configuration.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,7 @@ from expertmesh.text.tokenizer_files import (
 
 _MODEL = "config.json"
 _BESIDE = (_MODEL, "generation_config.json", "vocab.json", "merges.txt")
-_NO_DEFAULT = (
-    "{{{{ raise_exception('the model has chat templates named {}, and none is the default') }}}}"
-)
+_NO_DEFAULT = "{{{{ raise_exception('the model has chat templates named {}, and none is the default') }}}}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
 
 
 def hub_start(folder: Path) -> tuple[int, ...]:
-    """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this file.
-    """
+    """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this
+    file."""
     path = folder / "tokenizer.json"
     return own_start(load_tokenizer(path)) if path.is_file() else ()
 
@@ -162,8 +160,8 @@ def _files(path: Path) -> TokenizerFiles:
 def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     """Files to copy into a run from the place of its tokenizer, by their names in the run.
 
-    They are the files of a converted model and the files that `find_format` reads, so that it finds the same format beside
-    the run's copy.
+    They are the files of a converted model and the files that `find_format` reads, so that it finds the same format
+    beside the run's copy.
 
     Args:
         tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
@@ -179,8 +177,8 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
 
 
 def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
-    """Files to copy into a run that learns conversations, by their names in the run, so that it is known to converse.
-    """
+    """Files to copy into a run that learns conversations, by their names in the run, so that it is known to
+    converse."""
     found = extras_of(tokenizer_path)
     if isinstance(form, OwnFormat) and not form.is_known:
         found[f"{EXTRAS}/{TEMPLATE}"] = OWN_TEMPLATE_FILE
@@ -188,8 +186,8 @@ def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
 
 
 def hub_files(folder: Path) -> dict[str, Path]:
-    """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other folder.
-    """
+    """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other
+    folder."""
     if "model_type" not in json_object(folder / _MODEL, ConfigError):
         return {}
     return {

@@ -1,4 +1,5 @@
-"""Limits of a text that are known before it is tokenised: tokenizing takes long, and a text that is refused need not wait."""
+"""Limits of a text that are known before it is tokenised: tokenizing takes long, and a text that is refused need not
+wait."""
 
 import json
 from collections.abc import Iterator
@@ -35,9 +36,9 @@ class TextLimitError(ConfigError):
 class TokenBound:
     """Lower bound of the number of tokens of a text, from its bytes and the longest token.
 
-    It holds where every byte that the normalizer leaves becomes part of a token: byte-level BPE with all bytes, and BPE with
-    byte fallback (SentencePiece). Blanks are not counted where the tokenizer can drop them. Any other tokenizer can merge or
-    drop text of any length (an unknown word is one token), and gives no bound.
+    It holds where every byte that the normalizer leaves becomes part of a token: byte-level BPE with all bytes, and BPE
+    with byte fallback (SentencePiece). Blanks are not counted where the tokenizer can drop them. Any other tokenizer
+    can merge or drop text of any length (an unknown word is one token), and gives no bound.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,8 @@ TEXT_OF_PART = {
     "output_text": "text",
     "refusal": "refusal",
 }
-"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a refusal."""
+"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a
+refusal."""
 
 
 def our_role(role: str) -> str:
@@ -42,7 +43,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
         is_null = role == "assistant" and values.get("content") is None
         if not isinstance(role, str) or (content is None and not is_null):
             raise ConfigError(
-                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; correct it"
+                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; "
+                "correct it"
             )
         if our_role(role) not in ROLES:
             raise ConfigError(

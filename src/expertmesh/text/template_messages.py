@@ -84,9 +84,7 @@ def _is_whole(text: str | None, plain: str) -> bool:
     """Whether a text has the call's name and arguments, in JSON and not as Python or twice encoded, and no None."""
     if text is None or text.count("None") > plain.count("None"):
         return False
-    return all(one in text for one in (_NAME, _KEY)) and not any(
-        one in text for one in (f"'{_KEY}'", f'\\"{_KEY}')
-    )
+    return all(one in text for one in (_NAME, _KEY)) and not any(one in text for one in (f"'{_KEY}'", f'\\"{_KEY}'))
 
 
 def best_form(forms: list[CallForm], message: Mapping[str, Any]) -> CallForm:
@@ -98,11 +96,7 @@ def best_form(forms: list[CallForm], message: Mapping[str, Any]) -> CallForm:
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message for a template, as transformers gives it: no null but as the content beside calls, and its reasoning by
     each name that templates read."""
-    said = {
-        k: v
-        for k, v in message.items()
-        if v is not None or (k == "content" and "tool_calls" in message)
-    }
+    said = {k: v for k, v in message.items() if v is not None or (k == "content" and "tool_calls" in message)}
     reasoning = next((said[name] for name in _REASONING if name in said), None)
     if reasoning is None:
         return said

@@ -1,8 +1,8 @@
 """Chat templates are rendered in a process of their own, whose time and memory are bounded.
 
 A template is a program from a model's folder: it may loop for ever, or ask for a number of a billion digits while it is
-compiled. The process ends after `SECONDS` of a processor for one text, even inside one long operation, and the next text
-starts another. It ends with its owner, too.
+compiled. The process ends after `SECONDS` of a processor for one text, even inside one long operation, and the next
+text starts another. It ends with its owner, too.
 """
 
 import marshal
@@ -53,7 +53,8 @@ def render(
         raise ConfigError(told.decode(errors="replace"))
     if kind == _LONG and most < MOST_CHARACTERS:
         raise TextLimitError(
-            f"the model's chat template writes more than {most} characters, for which the model has no room; shorten them",
+            f"the model's chat template writes more than {most} characters, for which the model has no room; shorten "
+            "them",
             code=TOO_LONG,
         )
     why = {
@@ -62,9 +63,7 @@ def render(
         _LATE: f"takes more than {SECONDS:g} s of a processor",
         _ENDED: "ended the process that renders it",
     }[kind]
-    raise TextLimitError(
-        f"the model's chat template {why}; say less, or use another template", code=TOO_MUCH
-    )
+    raise TextLimitError(f"the model's chat template {why}; say less, or use another template", code=TOO_MUCH)
 
 
 def _plain(value: Any) -> Any:
@@ -72,11 +71,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return (
-            type(value)(map(_plain, value))
-            if type(value) in (list, tuple)
-            else [*map(_plain, value)]
-        )
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [*map(_plain, value)]
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
@@ -114,9 +109,7 @@ def _answer(asked: bytes) -> bytes:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-_process = ChildProcess(
-    "expertmesh.text.template_process", "the process that renders chat templates"
-)
+_process = ChildProcess("expertmesh.text.template_process", "the process that renders chat templates")
 
 if __name__ == "__main__":
     serve()

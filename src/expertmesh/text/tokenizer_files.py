@@ -1,10 +1,11 @@
-"""Files beside a tokenizer.json, read as transformers reads them: tokens that are added, tokens by name, chat templates.
+"""Files beside a tokenizer.json, read as transformers reads them: tokens that are added, tokens by name, chat
+templates.
 
 | File | What is read |
 |---|---|
-| tokenizer_config.json | named tokens, added_tokens_decoder, extra_special_tokens, chat_template, split_special_tokens |
-| special_tokens_map.json, added_tokens.json | the same of older folders; only where there is no added_tokens_decoder |
-| chat_template.jinja, additional_chat_templates/*.jinja | templates; they replace the ones of tokenizer_config.json |
+| tokenizer_config.json | named tokens, added_tokens_decoder, extra_special_tokens, chat_template, split_special_tokens
+| | special_tokens_map.json, added_tokens.json | the same of older folders; only where there is no added_tokens_decoder
+| | chat_template.jinja, additional_chat_templates/*.jinja | templates; they replace the ones of tokenizer_config.json |
 
 A tokenizer.json tells itself how text becomes tokens. `add_bos_token` and `add_eos_token` change nothing beside it, and
 chat_template.json belongs to processors of images.
@@ -129,9 +130,7 @@ def _token(given: Any, special: Collection[str]) -> AddedToken | None:
     """A token as a file has it, special if it is among these; None: it is no token."""
     if not (text := token_content(given)):
         return None
-    flags = (
-        {name: given[name] for name in _FLAGS if name in given} if isinstance(given, dict) else {}
-    )
+    flags = {name: given[name] for name in _FLAGS if name in given} if isinstance(given, dict) else {}
     flags |= {"special": True} if text in special else {}
     return AddedToken(text, **{name: bool(value) for name, value in flags.items()})
 

@@ -35,9 +35,7 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
             raise ConfigError(f"{here}.function: must be an object with a name; write {_WANTED}")
         name = _name(function.get("name"), f"{here}.function.name")
         if name in names:
-            raise ConfigError(
-                f"{here}.function.name: {name!r} is the name of tool {names[name]}, too; choose another"
-            )
+            raise ConfigError(f"{here}.function.name: {name!r} is the name of tool {names[name]}, too; choose another")
         names[name] = number
         _check_parameters(function.get("parameters"), f"{here}.function.parameters")
         for field, kind in (("description", str), ("strict", bool)):
@@ -111,9 +109,7 @@ def _object(given: Any, place: str) -> Any:
         try:
             given = parse_json(given.encode())
         except (ValueError, RecursionError):
-            raise ConfigError(
-                f"{place}: is no JSON; give the JSON text of an object, such as {{}}"
-            ) from None
+            raise ConfigError(f"{place}: is no JSON; give the JSON text of an object, such as {{}}") from None
     given = given or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}: must be an object; give its JSON text, such as {{}}")

@@ -30,7 +30,8 @@ class Hypothesis:
 
 @dataclass
 class _Hypotheses:
-    """Best hypotheses so far of every source, sorted: (B, K) scores, -inf for empty places, and (B, K, length) tokens."""
+    """Best hypotheses so far of every source, sorted: (B, K) scores, -inf for empty places, and (B, K, length)
+    tokens."""
 
     scores_BK: Tensor
     ids_BKS: Tensor
@@ -62,8 +63,8 @@ def beam_search(
 ) -> list[Hypothesis]:
     """The best output found for each source.
 
-    A source is done when it has `num_beams` finished outputs and no unfinished one can still score higher than the worst of
-    them at any length. Synchronises with the device once per token.
+    A source is done when it has `num_beams` finished outputs and no unfinished one can still score higher than the
+    worst of them at any length. Synchronises with the device once per token.
 
     Args:
         length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short
@@ -79,9 +80,7 @@ def beam_search(
     sources = check_sources(model, sources, num_prompts=len(sources)) or []
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
-        raise ConfigError(
-            f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source"
-        )
+        raise ConfigError(f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source")
     room = {most: check_context_room(model, [start], max_tokens=most) for most in set(given)}
     limits = [room[most] for most in given]
     with evaluating(model):
@@ -121,7 +120,8 @@ def _search(
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
         total_BKV = running.scores_BK[..., None] + logp_BKV
-        # At most K of the 2 K candidates are ends, one per beam. An end finishes an output only if it is among the best K.
+        # At most K of the 2 K candidates are ends, one per beam. An end finishes an output only if it is among the best
+        # K.
         scores_BN, flat_BN = map(from_rank0, total_BKV.flatten(1).topk(2 * K, dim=1))
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
@@ -133,9 +133,7 @@ def _search(
         scores_BK, order_BK = scores_BN.masked_fill(is_end_BN, float("-inf")).topk(K, dim=1)
         running = _Hypotheses(scores_BK, _rows(ids_BNS, order_BK))
         at_limit_B1 = (limits_B == step + 1)[:, None]
-        cut = cut.best_of(
-            scores_BK[:, :1].masked_fill(~at_limit_B1, float("-inf")), running.ids_BKS[:, :1], 1
-        )
+        cut = cut.best_of(scores_BK[:, :1].masked_fill(~at_limit_B1, float("-inf")), running.ids_BKS[:, :1], 1)
         can_be_B = scores_BK[:, 0] / penalties_B.to(scores_BK.dtype)
         is_done_B = (can_be_B <= finished.scores_BK[:, -1]) | (limits_B <= step + 1)
         is_bad, is_done = torch.stack((scores_BN.isnan().any(), is_done_B.all())).tolist()

@@ -1,7 +1,7 @@
 """Costs of training an encoder-decoder from its configuration alone: parameters, FLOPs, memory.
 
-Items are target tokens. Samples are counted with the maximum lengths of the model, so numbers of tokens are upper bounds. The
-cost of encoding the source is divided among the target tokens.
+Items are target tokens. Samples are counted with the maximum lengths of the model, so numbers of tokens are upper
+bounds. The cost of encoding the source is divided among the target tokens.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,7 @@ class TranslationFlops:
     target_flops: int  # FLOPs per target token: the decoder and the logits
 
 
-def forward_flops(
-    config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1
-) -> TranslationFlops:
+def forward_flops(config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1) -> TranslationFlops:
     """FLOPs of a forward pass over sources and targets of the given lengths.
 
     Args:
@@ -58,9 +56,7 @@ def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
     return routed + shared_flops(config)
 
 
-def seq2seq_costs(
-    config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
-) -> RunCosts:
+def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False) -> RunCosts:
     """The costs of training an encoder-decoder."""
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
@@ -80,9 +76,9 @@ def seq2seq_costs(
 def activation_elements(config: Seq2SeqConfig) -> int:
     """Elements that one sample saves for the backward pass: attention, dropout, norms, feed-forwards and logits.
 
-    With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them and the
-    projection's output, plus D for the copied half of the attention output. Queries and keys of the positions, which a batch
-    has once, are left out.
+    With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them
+    and the projection's output, plus D for the copied half of the attention output. Queries and keys of the positions,
+    which a batch has once, are left out.
     """
     D, S, T = config.dim, config.max_source_len, config.max_seq_len
     total = 2 * T * config.vocab_size

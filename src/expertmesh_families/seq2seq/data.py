@@ -1,4 +1,5 @@
-"""Training data for translation and denoising: each sample is a function of its global number, tasks are drawn with a temperature."""
+"""Training data for translation and denoising: each sample is a function of its global number, tasks are drawn with a
+temperature."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ from expertmesh_families.seq2seq.parallel_text import (
 CHUNK = 4096
 """Samples that are drawn and grouped by length together."""
 TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Sources (B, S), their lengths (B,), targets (B, S') with the end of text, their lengths (B,), indices of their tasks (B,); int64."""
+"""Sources (B, S), their lengths (B,), targets (B, S') with the end of text, their lengths (B,), indices of their tasks
+(B,); int64."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,11 @@ def probabilities(
 class Mixture:
     """Sampler of tasks and examples: each sample of a run is a pure function of seed and sample number.
 
-    In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in epochs of
-    its own, so no example is repeated before all others of the task were drawn.
+    In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in
+    epochs of its own, so no example is repeated before all others of the task were drawn.
     """
 
-    def __init__(
-        self, tasks: Sequence[Examples], shares: np.ndarray, *, seed: int, neighbours: int
-    ) -> None:
+    def __init__(self, tasks: Sequence[Examples], shares: np.ndarray, *, seed: int, neighbours: int) -> None:
         self._tasks, self._shares = tasks, shares
         self._seed, self._neighbours = seed, neighbours
         self._used = [np.zeros(len(tasks), dtype=np.int64)]
@@ -113,9 +113,7 @@ class Mixture:
         all_rows, all_lengths = np.concatenate(rows), np.concatenate(lengths)
         mixed = draws.order(CHUNK)
         mixed = mixed[np.argsort(all_lengths[mixed], kind="stable")]
-        runs = [
-            mixed[start : start + self._neighbours] for start in range(0, CHUNK, self._neighbours)
-        ]
+        runs = [mixed[start : start + self._neighbours] for start in range(0, CHUNK, self._neighbours)]
         order = np.concatenate([runs[i] for i in draws.order(len(runs))])
         found: np.ndarray = all_rows[order]
         return found
@@ -207,9 +205,7 @@ class TranslationData:
         # the key of the tokens depends on the content of a given tokenizer, so its path is left out here
         nameless = config.model_copy(update={"encode_with": None})
         options = nameless.model_dump_json(exclude={"cache_dir", "path", "encoding"})
-        self.key = hashlib.sha256(
-            f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
-        ).hexdigest()
+        self.key = hashlib.sha256(f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()).hexdigest()
         self.description = (
             f"{', '.join(config.path)}: {len(tokens.texts)} languages, "
             f"{sum(len(task.where) for task in translation):,} training and "
@@ -236,12 +232,9 @@ class TranslationData:
         return self._batch(rows)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
-        """Batches of at most max_samples validation translations, spread evenly over all directions, the shortest first."""
-        places = [
-            (index, line)
-            for index, task in enumerate(self._validation)
-            for line in range(len(task.where))
-        ]
+        """Batches of at most max_samples validation translations, spread evenly over all directions, the shortest
+        first."""
+        places = [(index, line) for index, task in enumerate(self._validation) for line in range(len(task.where))]
         chosen = [places[i] for i in evenly_spaced(len(places), max_samples)]
         chosen.sort(key=lambda place: int(self._validation[place[0]].lengths[place[1]]))
         for start in range(0, len(chosen), batch_size):
@@ -252,17 +245,12 @@ class TranslationData:
                 rows.append((source, target, task.target, index))
             yield self._batch(rows)
 
-    def _example(
-        self, corpora: Sequence[Corpus], task: Examples, example: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _example(self, corpora: Sequence[Corpus], task: Examples, example: int) -> tuple[np.ndarray, np.ndarray]:
         corpus, line = (int(number) for number in task.where[example])
         return corpora[corpus][task.source].line(line), corpora[corpus][task.target].line(line)
 
     def _batch(self, rows: Sequence[tuple[np.ndarray, np.ndarray, str, int]]) -> TranslationBatch:
-        sources = [
-            source_ids(source.tolist(), tag=tag_id(self.languages, code))
-            for source, _, code, _ in rows
-        ]
+        sources = [source_ids(source.tolist(), tag=tag_id(self.languages, code)) for source, _, code, _ in rows]
         targets = [[*target.tolist(), END_OF_TEXT_ID] for _, target, _, _ in rows]
         return (
             *_padded(sources),
@@ -283,10 +271,7 @@ def _directions(
     config: ParallelTextConfig, texts: Sequence[str], tagged: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Directions for training and for evaluation; directions left out of training are evaluated."""
-    given = {
-        name: [tuple(pair.split("-")) for pair in getattr(config, name)]
-        for name in ("pairs", "without_pairs")
-    }
+    given = {name: [tuple(pair.split("-")) for pair in getattr(config, name)] for name in ("pairs", "without_pairs")}
     for name, pairs in given.items():
         for source, target in pairs:
             for code, known in ((source, texts), (target, texts), (target, tagged)):
@@ -319,9 +304,7 @@ def _directions(
     return kept, every + others
 
 
-def _translation(
-    corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]
-) -> Examples:
+def _translation(corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]) -> Examples:
     """Examples of a direction: lines that both languages have, within the maximum lengths."""
     where, lengths = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     num_long = 0

@@ -1,4 +1,5 @@
-"""Parallel text: files SPLIT.LANG (.gz, .zst) with corresponding lines, tokenised with a shared vocabulary and cached."""
+"""Parallel text: files SPLIT.LANG (.gz, .zst) with corresponding lines, tokenised with a shared vocabulary and
+cached."""
 
 import hashlib
 import heapq
@@ -35,9 +36,7 @@ MASK_ID = 1
 """Id of the token that replaces a masked span, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
-_OTHER_ENDINGS = frozenset(
-    {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"}
-)
+_OTHER_ENDINGS = frozenset({"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"})
 """Endings that look like language codes but rarely are; data.languages can name one that is (bak, Bashkir)."""
 _BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
 """Lines with only blanks, no-break spaces (U+00A0) and ideographic spaces (U+3000) included."""
@@ -115,8 +114,8 @@ def find_folder(name: str) -> Path:
 
 
 def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> ParallelTokens:
-    """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has them.
-    """
+    """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has
+    them."""
     if not config.path:
         raise ConfigError(
             "data.path",
@@ -173,9 +172,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             "add them, or name another split",
         )
     marks = languages if given is None else languages_of(load_tokenizer(given))
-    digest = hashlib.sha256(
-        f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{marks}".encode()
-    )
+    digest = hashlib.sha256(f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{marks}".encode())
     if given is not None:
         digest.update(given.read_bytes())
     elif len(folders) > 1:
@@ -200,9 +197,7 @@ def _given(name: str, vocab_size: int) -> Path:
     """Path of a given tokenizer, checked to be one with language tags."""
     path = expanded(name)
     if not path.is_file():
-        raise ConfigError(
-            "data.encode_with", name, "is no file", "name the tokenizer.json of a run"
-        )
+        raise ConfigError("data.encode_with", name, "is no file", "name the tokenizer.json of a run")
     try:
         tokenizer = load_tokenizer(path, vocab_size=vocab_size)
     except CheckpointError as error:
@@ -230,9 +225,7 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ConfigError(
-            f"{path}: is damaged, or was not packed as its name says; restore it from a copy"
-        ) from None
+        raise ConfigError(f"{path}: is damaged, or was not packed as its name says; restore it from a copy") from None
     try:
         text = decoded(data, encoding)
     except NotTextError as error:
@@ -242,9 +235,7 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
     return _BLANKS.sub(b"\n", b"\n" + data)[1:]
 
 
-def _files(
-    folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
-) -> dict[str, Path]:
+def _files(folder: Path, split: str, languages: Sequence[str], left_out: LeftOut) -> dict[str, Path]:
     """Files of a split by language, restricted to the given languages if there are any."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
@@ -270,7 +261,8 @@ def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]
     for code, lines in texts.items():
         if len(lines) != len(texts[first]):
             raise ConfigError(
-                f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel files "
+                f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel "
+                "files "
                 "have equally many, blank where a line is not translated"
             )
     return texts
@@ -337,8 +329,7 @@ def _open(folder: Path, name: str) -> tuple[Corpus, ...]:
         corpus = {}
         for code in codes:
             parts = (
-                np.load(folder / f"{name}.{index}.{code}.{part}.npy", mmap_mode="r")
-                for part in ("tokens", "starts")
+                np.load(folder / f"{name}.{index}.{code}.{part}.npy", mmap_mode="r") for part in ("tokens", "starts")
             )
             corpus[code] = Lines(*parts)
         corpora.append(corpus)

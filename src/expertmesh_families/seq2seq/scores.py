@@ -37,9 +37,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
 def check_sacrebleu() -> None:
     """Check that sacreBLEU is installed."""
     if importlib.util.find_spec("sacrebleu") is None:
-        raise ConfigError(
-            "scores need the package sacrebleu; install it with: pip install sacrebleu"
-        )
+        raise ConfigError("scores need the package sacrebleu; install it with: pip install sacrebleu")
 
 
 def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
@@ -52,7 +50,8 @@ def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: s
 
 
 def plain_language(language: str) -> str:
-    """Language code without region or script, as two letters if there are no blanks between words: "zh" for "zho_Hans"."""
+    """Language code without region or script, as two letters if there are no blanks between words: "zh" for
+    "zho_Hans"."""
     code = re.split("[_-]", language)[0].lower()
     return _SHORTER.get(code, code)
 
@@ -66,8 +65,6 @@ def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> N
     for name, given in ((what, lines), ("references", references)):
         for line in given:
             if not isinstance(line, str):
-                raise ConfigError(
-                    f"{name}: one is {type_of(line)}; there is one text for each, give it"
-                )
+                raise ConfigError(f"{name}: one is {type_of(line)}; there is one text for each, give it")
     if not lines:
         raise ConfigError(f"0 {what}: no score has a meaning; give at least one")

@@ -95,7 +95,8 @@ def translate(
     told.finish()
     if endless:
         _log.warning(
-            f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: of "
+            f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: "
+            "of "
             f"{_named('text', endless)}"
         )
     return done.texts
@@ -127,8 +128,8 @@ class _InOrder:
 
 
 def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
-    """
+    """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the
+    middle."""
     if len(text) < 2 or fits(text):
         return [text]
     cut = len(text) // 2
@@ -159,7 +160,8 @@ def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
         return
     has = "has" if len(long) == 1 else "have up to"
     raise ConfigError(
-        f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten what is longer,"
+        f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten "
+        "what is longer,"
         f" or have it translated in pieces by {named('split_long', True)}"
     )
 

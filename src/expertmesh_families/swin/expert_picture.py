@@ -19,7 +19,8 @@ _TINT = 0.6
 
 
 def save_picture(results: Sequence[Classified], path: str | Path) -> None:
-    """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every patch.
+    """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every
+    patch.
 
     Args:
         path: file of the picture; its ending selects the format.
@@ -66,18 +67,13 @@ def check_pillow(path: str | Path) -> None:
     from PIL import Image
 
     if Path(path).suffix.lower() not in Image.registered_extensions():
-        raise ConfigError(
-            f"--picture {path}: its ending is that of no picture; use a name that ends in .png"
-        )
+        raise ConfigError(f"--picture {path}: its ending is that of no picture; use a name that ends in .png")
 
 
 def expert_colours(num_experts: int) -> Tensor:
     """Distinct colours of experts, (E, 3) FP32 in [0, 1]."""
     return torch.tensor(
-        [
-            colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65)
-            for e in range(num_experts)
-        ]
+        [colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65) for e in range(num_experts)]
     )
 
 

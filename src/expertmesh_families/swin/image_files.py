@@ -77,9 +77,7 @@ class LabelledFolder:
     validation: Images
 
 
-def read_folder(
-    folder: str | Path, *, num_train: int | None, validation_fraction: float
-) -> LabelledFolder:
+def read_folder(folder: str | Path, *, num_train: int | None, validation_fraction: float) -> LabelledFolder:
     """Find the images of a folder; IDX files are read at once, other images on demand.
 
     Args:
@@ -124,9 +122,7 @@ def read_folder(
 
 def _note_left_out(path: Path, left_out: LeftOut) -> None:
     if left_out.total:
-        note(
-            f"{named('data.path', path)}: left out: {left_out}; images are read from {', '.join(ENDINGS)}"
-        )
+        note(f"{named('data.path', path)}: left out: {left_out}; images are read from {', '.join(ENDINGS)}")
 
 
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
@@ -146,9 +142,7 @@ def _below(path: Path, names: Sequence[str]) -> Path | None:
     return next((p for p in found if any(inside.is_dir() for inside in p.iterdir())), None)
 
 
-def _idx_folder(
-    path: Path, found: dict[str | None, Path], num_train: int | None, fraction: float
-) -> LabelledFolder:
+def _idx_folder(path: Path, found: dict[str | None, Path], num_train: int | None, fraction: float) -> LabelledFolder:
     names = None
     if (path / _CLASSES).is_file():
         try:
@@ -226,14 +220,10 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
         raise ConfigError(f"{path}: is damaged ({error}); fetch it again") from None
     start = 4 + 4 * dimensions
     if len(raw) < start or raw[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
-        raise ConfigError(
-            f"{path}: is no IDX file of bytes in {dimensions} dimensions; check how it was written"
-        )
+        raise ConfigError(f"{path}: is no IDX file of bytes in {dimensions} dimensions; check how it was written")
     shape = struct.unpack(f">{dimensions}I", raw[4:start])
     if len(raw) - start != (size := int(np.prod(shape))) or not size:
-        raise ConfigError(
-            f"{path}: has {len(raw) - start:,} values and promises {size:,}; fetch it again"
-        )
+        raise ConfigError(f"{path}: has {len(raw) - start:,} values and promises {size:,}; fetch it again")
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
@@ -265,9 +255,7 @@ def _class_folders(
     for label, name in enumerate(classes):
         inside = _images_below(path / name, left_out)
         if not inside and name in found:
-            raise ConfigError(
-                f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder"
-            )
+            raise ConfigError(f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder")
         files += inside
         labels += [label] * len(inside)
         for file in inside:
@@ -290,9 +278,7 @@ def _images_below(folder: Path, left_out: LeftOut) -> list[Path]:
         if path.suffix.lower() in ENDINGS:
             images.append(path)
         elif path.is_file():
-            reason = (
-                f"files end in {path.suffix.lower()}" if path.suffix else "files have no ending"
-            )
+            reason = f"files end in {path.suffix.lower()}" if path.suffix else "files have no ending"
             left_out.add(reason, path.relative_to(folder.parent).as_posix())
     return images
 
@@ -326,9 +312,7 @@ def read_image_or_idx(name: str) -> np.ndarray:
         raise ImageError(f"{path}: is not there; check the path")
     images = _read_idx(file, 3)
     if int(number) >= len(images):
-        raise ImageError(
-            f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number"
-        )
+        raise ImageError(f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number")
     found: np.ndarray = images[int(number)]
     return found
 
@@ -341,9 +325,7 @@ def read_image(path: str | Path) -> np.ndarray:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise ConfigError(
-            f"{path}: reading image files needs Pillow; install it with: pip install pillow"
-        ) from None
+        raise ConfigError(f"{path}: reading image files needs Pillow; install it with: pip install pillow") from None
     file = expanded(path)
     if not file.exists():
         raise ImageError(f"{path}: is not there; check the path")
@@ -358,14 +340,10 @@ def read_image(path: str | Path) -> np.ndarray:
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ImageError(
-            f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
-        ) from None
+        raise ImageError(f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
         words = str(error).replace(str(file), "it")
-        raise ImageError(
-            f"{path}: is no image that can be read ({words}); replace or remove it"
-        ) from None
+        raise ImageError(f"{path}: is no image that can be read ({words}); replace or remove it") from None
 
 
 def _pixels(image: Any, path: str | Path) -> np.ndarray:
@@ -375,9 +353,7 @@ def _pixels(image: Any, path: str | Path) -> np.ndarray:
     if image.mode in ("1", "L"):
         return np.array(image.convert("L"))
     if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
-        raise ImageError(
-            f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
-        )
+        raise ImageError(f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel")
     if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):
         layer = image.convert("RGBA")
         below = Image.new("RGBA", layer.size, (0, 0, 0, 255))

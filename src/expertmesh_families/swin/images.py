@@ -31,7 +31,8 @@ _FORMAT_VERSION = 1
 _LARGEST_IN_MEMORY = 1 << 30
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Images (B, C, H, W) FP32 from -1 to 1, their classes (B,), classes of their mixing partners (B,), weights of their own classes (B,)."""
+"""Images (B, C, H, W) FP32 from -1 to 1, their classes (B,), classes of their mixing partners (B,), weights of their
+own classes (B,)."""
 
 
 class ImageData:
@@ -52,9 +53,7 @@ class ImageData:
         placed = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
         # names of the classes
         self.classes = tuple(
-            name if len(placed) == 1 else f"{place}/{name}"
-            for place, folder in placed
-            for name in folder.classes
+            name if len(placed) == 1 else f"{place}/{name}" for place, folder in placed for name in folder.classes
         )
         # name of each class's folder, numbered if an earlier folder has the same name
         self.folder_of_class = tuple(place for place, folder in placed for _ in folder.classes)
@@ -74,8 +73,7 @@ class ImageData:
             )
         size = (num_channels, image_size, image_size)
         self._sides = tuple(
-            _Side(folders, is_training=is_training, size=size, fit=config.fit)
-            for is_training in (True, False)
+            _Side(folders, is_training=is_training, size=size, fit=config.fit) for is_training in (True, False)
         )
         problems = [problem for side in self._sides for problem in side.load()]
         refuse_images(problems, sum(map(len, self._sides)))
@@ -107,8 +105,7 @@ class ImageData:
         if not any(mixes):
             return _normal(images), labels_B, labels_B, torch.ones(num_samples)
         others = [
-            place if mix is None else int(mix.partner * len(side))
-            for place, mix in zip(which, mixes, strict=True)
+            place if mix is None else int(mix.partner * len(side)) for place, mix in zip(which, mixes, strict=True)
         ]
         partners, partner_labels_B = side.take(others)
         partners = changed(partners, [-1 - sample for sample in samples], config, seed=seed)
@@ -123,7 +120,8 @@ class ImageData:
             yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
 
     def neighbours(self, count: int, *, most_distances: int) -> Tensor | None:
-        """Mask (images,) bool of the validation images that k nearest neighbours by Euclidean distance of pixels classify correctly.
+        """Mask (images,) bool of the validation images that k nearest neighbours by Euclidean distance of pixels
+        classify correctly.
 
         Args:
             count: number k of training images that vote; ties go to the lowest class.
@@ -205,7 +203,8 @@ class _Side:
 def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
     if not config.path:
         raise ConfigError(
-            f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX files as "
+            f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX "
+            "files as "
             "MNIST's (images-idx3-ubyte, labels-idx1-ubyte)"
         )
     counts: list[int | None] = [*config.train_images] or [None]
@@ -226,9 +225,7 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
     Returns:
         uint8 image of that size.
     """
-    image_CHW = torch.from_numpy(
-        np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy()
-    )
+    image_CHW = torch.from_numpy(np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy())
     channels, side, _ = size
     if channels == 3:
         image_CHW = image_CHW.expand(3, -1, -1)

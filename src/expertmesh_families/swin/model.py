@@ -1,7 +1,7 @@
 """A Swin Transformer with mixture-of-experts blocks: forward pass and initial weights.
 
-There are two variants: Swin V2 (Liu et al. 2022, arXiv 2111.09883), and the models released as SwinV2-MoE (Hwang et al. 2023,
-arXiv 2206.03382), which share only the log-spaced position bias with Swin V2.
+There are two variants: Swin V2 (Liu et al. 2022, arXiv 2111.09883), and the models released as SwinV2-MoE (Hwang et al.
+2023, arXiv 2206.03382), which share only the log-spaced position bias with Swin V2.
 """
 
 import math
@@ -67,16 +67,14 @@ class SwinOutput:
         return tuple(x_BHWD.permute(0, 3, 1, 2) for x_BHWD in self.maps)
 
 
-torch.utils._pytree.register_dataclass(
-    SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[]
-)
+torch.utils._pytree.register_dataclass(SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[])
 
 
 class WindowAttention(ConstantBuffers):
     """Attention inside windows, with a bias that a small MLP computes from log-spaced offsets.
 
-    V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2 and 3.3).
-    Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
+    V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2
+    and 3.3). Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
 
     Args:
         stage: index of the stage, from 0.
@@ -133,9 +131,7 @@ class WindowAttention(ConstantBuffers):
             bias_PH = _POSITION_BIAS * torch.sigmoid(bias_PH)
         bias_HP = bias_PH.to(accumulate_dtype(bias_PH.dtype)).T
         # index_select, because its gradient sums in a deterministic order
-        result: Tensor = bias_HP.index_select(1, self.index_NN.flatten()).unflatten(
-            1, self.index_NN.shape
-        )
+        result: Tensor = bias_HP.index_select(1, self.index_NN.flatten()).unflatten(1, self.index_NN.shape)
         return result
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
@@ -284,11 +280,7 @@ class Swin(nn.Module):
             blocks = nn.ModuleList()
             for block in range(depth):
                 count = experts[stage][block]
-                blocks.append(
-                    SwinBlock(
-                        config, stage=stage, block=block, index=index, num_experts=count, **place
-                    )
-                )
+                blocks.append(SwinBlock(config, stage=stage, block=block, index=index, num_experts=count, **place))
                 index += 1
             self.stages.append(blocks)
             if stage + 1 < len(config.depths):
@@ -323,7 +315,8 @@ class Swin(nn.Module):
         return {name: layer.num_experts for name, layer in self.moe_blocks()}
 
     def scores(self, images_BCHW: Tensor) -> ImageScores:
-        """Class logits, and first-choice expert of every patch in each MoE block; see `expertmesh.models.classifier.Classifier`."""
+        """Class logits, and first-choice expert of every patch in each MoE block; see
+        `expertmesh.models.classifier.Classifier`."""
         output: SwinOutput = self(images_BCHW.to(self.head.weight.device))
         experts = {}
         for (name, _), stats in zip(self.moe_blocks(), output.stats, strict=True):
@@ -339,7 +332,8 @@ class Swin(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """Initialise every parameter: matrices N(0, init_std^2), norms 1 (0 after V2's branches), biases 0, scales ln 10.
+        """Initialise every parameter: matrices N(0, init_std^2), norms 1 (0 after V2's branches), biases 0, scales ln
+        10.
 
         The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 

@@ -74,9 +74,7 @@ def straight(corpus):
     assert set(used[0]) == {"de-xx", "xx-de", "de", "xx"}
     for line, by_label in zip(read_use(folder / "experts.jsonl"), used, strict=True):
         for layer, counts in enumerate(line["counts"]):
-            assert counts == [
-                sum(n) for n in zip(*(of[layer] for of in by_label.values()), strict=True)
-            ]
+            assert counts == [sum(n) for n in zip(*(of[layer] for of in by_label.values()), strict=True)]
     return folder
 
 
@@ -85,9 +83,7 @@ def test_stopped_and_resumed_to_the_bit(corpus, straight, tmp_path):
 
 
 def mortal_main(corpus, folder):
-    family = Family(
-        SEQ2SEQ.name, task=mortal(Seq2SeqTask, step=12), config=SEQ2SEQ.config, items="tokens"
-    )
+    family = Family(SEQ2SEQ.name, task=mortal(Seq2SeqTask, step=12), config=SEQ2SEQ.config, items="tokens")
     train_quietly(run_of(corpus, folder), family=family)
 
 
@@ -120,9 +116,7 @@ def test_lines_of_standard_input(learned, capsys, typed):
 
 
 def test_it_translates(learned, corpus, capsys, tmp_path):
-    assert (
-        main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
-    )
+    assert main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
     assert capsys.readouterr().out == "DOG RED IS HERE!\n\nBIRD GREEN IS HERE!\n"
     data = corpus / "data"
     words = ["translate", "--run", learned, "--to", "xx", "--input", str(data / "val.de")]

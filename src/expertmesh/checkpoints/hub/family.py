@@ -1,4 +1,5 @@
-"""`HubFamily`, the description of an architecture of the hub for our GPT; `families/` has a file for each. Never imports torch."""
+"""`HubFamily`, the description of an architecture of the hub for our GPT; `families/` has a file for each. Never
+imports torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,9 +52,7 @@ PLAIN: Mapping[str, Fits] = {
     "moe.num_expert_groups": (1,),
     "moe.group_score": ("top2_sum",),
     "moe.num_shared_experts": (0,),
-    "moe.shared_hidden_dim": lambda c: (
-        c.moe.shared_hidden_dim in (None, c.moe.num_shared_experts * c.moe.hidden_dim)
-    ),
+    "moe.shared_hidden_dim": lambda c: c.moe.shared_hidden_dim in (None, c.moe.num_shared_experts * c.moe.hidden_dim),
     "moe.shared_gate": (False,),
     "moe.logit_temperature": (1,),
     "moe.residual": (False,),
@@ -88,7 +87,8 @@ class HubFamily:
         model_type: its name in config.json.
         architecture: transformers' class.
         title: its name for display.
-        read: function from a config.json, defaults filled in, to the options of our `ModelConfig` beyond the common ones, with `moe`.
+        read: function from a config.json, defaults filled in, to the options of our `ModelConfig` beyond the common
+            ones, with `moe`.
         write: function from a configuration that fits to the options of its config.json beyond the common ones.
         fits: options of ours whose allowed values differ from `PLAIN`; see `misfits`.
         ways: advice for an option that does not fit, where there is any.
@@ -96,7 +96,8 @@ class HubFamily:
         nulls: options whose null is a value of its own, not the default.
         refused: option of config.json -> the values with which our GPT computes the same.
         renamed: pairs of a part of the spec's `hub` names and the part that replaces it in the architecture's files.
-        experts: function to the pieces of experts that are one tensor in its files; None: each expert has tensors of its own.
+        experts: function to the pieces of experts that are one tensor in its files; None: each expert has tensors of
+            its own.
         aliases: further names of the architecture in config.json.
     """
 

@@ -1,4 +1,5 @@
-"""Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports torch."""
+"""Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports
+torch."""
 
 from expertmesh.checkpoints.hub.families.deepseek_v2 import DEEPSEEK_V2
 from expertmesh.checkpoints.hub.families.deepseek_v3 import DEEPSEEK_V3
@@ -28,8 +29,10 @@ def find_hub_family(name: str) -> HubFamily:
     if found is not None:
         return found
     raise ConfigError(
-        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); run its experts "
-        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with expertmesh.models.upcycle"
+        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); "
+        "run its experts "
+        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with "
+        "expertmesh.models.upcycle"
     )
 
 

@@ -48,17 +48,18 @@ def load_pretrained(
 ) -> GPT:
     """Make our GPT from a folder in transformers' format and load its weights.
 
-    Files are read through memory maps, part by part into the parameters, so that peak memory is the model's, or on several ranks
-    the rank's part of it.
+    Files are read through memory maps, part by part into the parameters, so that peak memory is the model's, or on
+    several ranks the rank's part of it.
 
     Args:
-        folder: folder with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, DeepSeek-V2,
-            DeepSeek-V3 (also Kimi-K2 and Moonlight) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
-            widened.
+        folder: folder with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE,
+            Dots1, DeepSeek-V2, DeepSeek-V3 (also Kimi-K2 and Moonlight) or gpt-oss. Weights in FP8 with a scale per
+            block and experts in MXFP4 are widened.
         device: device of the parameters.
-        dtype: type of the parameters (the router keeps FP32); None: the type in config.json, or else of most weights. Tensors of
-            a wider type are rounded to it, as in transformers, with a warning.
-        parallel: degrees for spreading the model over the ranks that torchrun started, before it has memory; None: not spread.
+        dtype: type of the parameters (the router keeps FP32); None: the type in config.json, or else of most weights.
+            Tensors of a wider type are rounded to it, as in transformers, with a warning.
+        parallel: degrees for spreading the model over the ranks that torchrun started, before it has memory; None: not
+            spread.
 
     Returns:
         The model, in training mode like every new module.
@@ -97,9 +98,7 @@ class HubModel:
         if self.config.tie_embeddings:
             self._files.tie("model.embed_tokens.weight", "lm_head.weight")
         check_tensors(self._files, shapes)
-        state = GPT(
-            self.config, device="meta", dtype=dtype or hub_dtype(values, folder)
-        ).state_dict()
+        state = GPT(self.config, device="meta", dtype=dtype or hub_dtype(values, folder)).state_dict()
         # shapes and types of the tensors of our GPT
         self.tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
         self._pieces: dict[str, list[Piece]] = {name: [] for name in state}
@@ -123,7 +122,8 @@ class HubModel:
             self._files.copy(piece.hub_name, at, view, dtype=dtype)
 
     def stored_fp8(self, name: str, expert: int) -> tuple[Tensor, Tensor] | None:
-        """An expert's values and FP32 scales as the files have them; None: not in FP8, or not in blocks of 128 by 128."""
+        """An expert's values and FP32 scales as the files have them; None: not in FP8, or not in blocks of 128 by
+        128."""
         files = self._files
         if not isinstance(files, Fp8Files) or not files.has_square_blocks:
             return None
@@ -189,7 +189,8 @@ def _leave_out_ahead(files: HubFiles, values: dict[str, Any]) -> None:
 
 
 def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
-    """Name prefixes of layers for multi-token prediction, which follow the model's last; transformers drops them, too."""
+    """Name prefixes of layers for multi-token prediction, which follow the model's last; transformers drops them,
+    too."""
     # transformers 5 has two names for it, and one such layer where a config.json says nothing
     named = [values[n] for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in values]
     last, more = values["num_hidden_layers"], (named[0] or 0) if named else 1
@@ -210,7 +211,8 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
         and not is_widened(values)
     ):
         raise ConfigError(
-            f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing else; "
+            f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing "
+            "else; "
             "give the model in float32, bfloat16 or float16"
         )
     if (folder / "generation_config.json").is_file():
@@ -229,16 +231,16 @@ def is_hub_folder(folder: Path) -> bool:
     return isinstance(values, dict) and "model_type" in values
 
 
-def hub_run_config(
-    folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False
-) -> GPTRunConfig:
+def hub_run_config(folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False) -> GPTRunConfig:
     """The configuration of a run with the model of a hub folder, other options at their defaults."""
     values = read_config(folder, is_quantized=is_quantized)
     model = model_config(values, start_ids=hub_start(folder))
     if model.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document; "
-            "add tokens with transformers' resize_token_embeddings, or load it in Python by expertmesh.integrations.hub.load_pretrained"
+            f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end "
+            "of a document; "
+            "add tokens with transformers' resize_token_embeddings, or load it in Python by "
+            "expertmesh.integrations.hub.load_pretrained"
         )
     return GPTRunConfig.model_validate(
         {
@@ -257,7 +259,8 @@ def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if dtype not in READABLE:
         raise ConfigError(
-            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert the weights"
+            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert "
+            "the weights"
         )
     result: torch.dtype = dtype
     return result

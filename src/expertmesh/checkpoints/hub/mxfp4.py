@@ -27,7 +27,8 @@ class Mxfp4Files(HubFiles):
             blocks = self.entries.pop(name)
             if scales is None or not _fit(blocks, scales):
                 raise CheckpointError(
-                    f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the files from the hub"
+                    f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the "
+                    "files from the hub"
                 )
             if matrix in self.entries:
                 raise CheckpointError(
@@ -56,8 +57,4 @@ class Mxfp4Files(HubFiles):
 
 def _fit(blocks: Entry, scales: Entry) -> bool:
     types = {blocks.dtype, scales.dtype}
-    return (
-        types == {torch.uint8}
-        and len(blocks.shape) == 4
-        and blocks.shape == (*scales.shape, BLOCK // 2)
-    )
+    return types == {torch.uint8} and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, BLOCK // 2)

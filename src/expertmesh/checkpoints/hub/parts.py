@@ -82,7 +82,8 @@ SIGMOID: dict[str, Fits] = {
 
 
 def sigmoid_mixture(v: Values) -> dict[str, Any]:
-    """Our options of DeepSeek-V3's layers: dense first ones; sigmoid scores, balancing bias, groups by their two best, shared experts."""
+    """Our options of DeepSeek-V3's layers: dense first ones; sigmoid scores, balancing bias, groups by their two best,
+    shared experts."""
     moe = mixture(v, "n_routed_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"])
     moe |= {
         "score_function": "sigmoid",
@@ -211,7 +212,8 @@ def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
         if list(kinds) == layer_types(layers, every):
             return {"sliding_window": window, "full_attention_every": every}
     raise ConfigError(
-        f"layer_types={list(kinds)!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of {layers}; use another model"
+        f"layer_types={list(kinds)!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of "
+        f"{layers}; use another model"
     )
 
 

@@ -13,7 +13,8 @@ from expertmesh.checkpoints.safetensors import HubFiles, quant_method
 
 
 def is_widened(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json has a quantisation that is widened on reading; others stay quantised in memory, or are refused."""
+    """Whether a config.json has a quantisation that is widened on reading; others stay quantised in memory, or are
+    refused."""
     return quant_method(values) in ("fp8", "mxfp4")
 
 

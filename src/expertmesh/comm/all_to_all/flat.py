@@ -40,9 +40,7 @@ class AsyncCounts:
 
     def __init__(self, counts_PC: Tensor, group: RankGroup, *, where: str) -> None:
         self._sent_PC = counts_PC.contiguous()
-        self._received_PC, self._pending = start_all_to_all(
-            self._sent_PC, None, None, group, where=f"{where}, counts"
-        )
+        self._received_PC, self._pending = start_all_to_all(self._sent_PC, None, None, group, where=f"{where}, counts")
         self._counts: list[Counts] | None = None
         self._numbers: Callable[[], list[Any]] | None = None
         if self._sent_PC.is_cuda and self._pending is not None:
@@ -100,7 +98,8 @@ def start_all_to_all(
 
 
 class _Messages:
-    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any send.
+    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any
+    send.
 
     Gloo's own all-to-all posts the receive from a rank after the send to it. If one rank of a pair is early, the
     other's rows wait until the early rank's rows have arrived, so the two directions of a link are used one after the
@@ -123,9 +122,7 @@ class _Messages:
             if into[other].numel()
         ]
         self._works += [
-            dist.isend(rows[other], group=process_group, group_dst=other)
-            for other in others
-            if rows[other].numel()
+            dist.isend(rows[other], group=process_group, group_dst=other) for other in others if rows[other].numel()
         ]
         into[here].copy_(rows[here])
 

@@ -45,7 +45,8 @@ class AttentionCall(ctypes.Structure):
         chunk: int | None = None,  # see `ScoreRule`
         softcap: float | None = None,  # see `ScoreRule`
     ) -> tuple["AttentionCall", tuple[Tensor | None, ...]]:
-        """A call, and the tensors that must live until it has returned; for the arguments see `expertmesh.ops.attention.paged_native.attention`.
+        """A call, and the tensors that must live until it has returned; for the arguments see
+        `expertmesh.ops.attention.paged_native.attention`.
 
         Args:
             mask_BSP: (B, S, places) bool, True for keys that may be seen, adjacent; None: all that the rule lets

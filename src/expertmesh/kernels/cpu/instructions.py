@@ -75,6 +75,7 @@ def allowed_sets() -> list[InstructionSet]:
     names = [one.name for one in found]
     if wanted and wanted not in names:
         raise ConfigError(
-            f"{VARIABLE}={wanted!r}: is no instruction set of this processor, which has {', '.join(names)}; name one of these"
+            f"{VARIABLE}={wanted!r}: is no instruction set of this processor, which has {', '.join(names)}; name one "
+            "of these"
         )
     return found[names.index(wanted) :] if wanted else found

@@ -73,7 +73,8 @@ def num_threads() -> int:
 
 
 def _entries_of_runtime() -> list[int] | None:
-    """Addresses of the functions that `threads.h` calls, in the OpenMP runtime that torch brings, else in the one of this process."""
+    """Addresses of the functions that `threads.h` calls, in the OpenMP runtime that torch brings, else in the one of
+    this process."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -111,15 +112,13 @@ class Loaded:
 
 _lock = threading.Lock()
 # a child whose parent is loading would wait for ever
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _loaded: list[Loaded] = []
 
 
 def loaded() -> Loaded:
-    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went wrong.
-    """
+    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went
+    wrong."""
     if not _loaded:
         with _lock:
             if not _loaded:
@@ -128,7 +127,8 @@ def loaded() -> Loaded:
 
 
 def lower(name: str) -> None:
-    """Compute by a lower instruction set of this processor from now on, or by PyTorch's products; its name is in `NAMES`."""
+    """Compute by a lower instruction set of this processor from now on, or by PyTorch's products; its name is in
+    `NAMES`."""
     with _lock:
         _loaded[:] = [load(best=name)]
 
@@ -195,9 +195,7 @@ class Kernels:
         # whether it uses the threads of the OpenMP runtime that torch has loaded
         self.has_threads = entries is not None
         if entries is None:
-            _log.warning(
-                "the kernels in C compute on one thread: which OpenMP runtime is torch's is not known"
-            )
+            _log.warning("the kernels in C compute on one thread: which OpenMP runtime is torch's is not known")
         else:
             loaded.expertmesh_use_threads(*map(ctypes.c_void_p, entries))
 
@@ -213,21 +211,18 @@ class Kernels:
         num_experts: int,  # E
         hidden_RH: Tensor | None = None,
     ) -> tuple[Tensor, int, int]:
-        """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
+        """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of
+        range.
 
         Args:
             hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
         """
         y_TD = torch.empty_like(x_TD)
         hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
-        least, most = self._run(
-            w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner
-        )
+        least, most = self._run(w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner)
         return y_TD, least, most
 
-    def linear(
-        self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None) -> Tensor:
         """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
 
         Args:

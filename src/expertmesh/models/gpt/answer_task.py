@@ -1,4 +1,5 @@
-"""Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each is."""
+"""Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each
+is."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,9 +47,9 @@ class AnswerScores(NamedTuple):
 class AnswerTask(GPTTask):
     """Task whose samples are groups of answers.
 
-    A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a cut of the
-    batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The model computes as in
-    evaluation, dropless, in training, too, so that scores and generation agree.
+    A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a
+    cut of the batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The
+    model computes as in evaluation, dropless, in training, too, so that scores and generation agree.
     """
 
     evaluates = True
@@ -130,7 +131,8 @@ def loss_once(loss: Loss, ranks: Ranks) -> Loss:
 
 
 def answers_of(batch: Batch) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
-    """Tensors (B * G, S) of a batch with tensors (B, G, S), as a tuple and by name; others are left out of the names."""
+    """Tensors (B * G, S) of a batch with tensors (B, G, S), as a tuple and by name; others are left out of the
+    names."""
     named: Mapping[str, Any] = named_tensors(batch)
     shape = batch[0].shape
     flat = tuple(x.flatten(0, 1) for x in batch if isinstance(x, Tensor))

@@ -38,7 +38,8 @@ class ForwardFlops:
         return self.layers_flops + self.output_flops
 
     def training_flops(self, *, activation_checkpointing: bool = False) -> int:
-        """FLOPs of forward and backward per token: 3 times the forward, and the layers once more if they are recomputed."""
+        """FLOPs of forward and backward per token: 3 times the forward, and the layers once more if they are
+        recomputed."""
         return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
 
 

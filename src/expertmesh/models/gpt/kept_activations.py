@@ -29,15 +29,16 @@ def layer_activation_bytes(
     """Bytes that one layer saves per token for its backward pass.
 
     Returns:
-        An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention its
-        queries, keys, values and output, experts their input and, without `recomputes_h`, their pre-activations (see
-        `ops/experts/moe_mlp.py`).
+        An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention
+        its queries, keys, values and output, experts their input and, without `recomputes_h`, their pre-activations
+        (see `ops/experts/moe_mlp.py`).
     """
     compute, stream, seq_len = work.element_bytes, work.master_bytes, work.seq_len
     moe = config.moe
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
-    # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output (values
+    # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output
+    # (values
     # and unrotated keys are views of it), rotated queries and keys, and the attention output.
     bytes_per_token: float = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
@@ -74,18 +75,14 @@ def layer_activation_bytes(
     return bytes_per_token + elements * compute + router
 
 
-def gpt_activations(
-    config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False
-) -> Activations:
+def gpt_activations(config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False) -> Activations:
     """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted."""
     T = layout.tokens_per_pass(work.seq_len)
     kept, recomputed, dispatch, logits = _per_token(
         config, layout.checkpointing, layout.route_degree, layout.layer_routes, work, adapts
     )
     rows = min(T, chunk_rows(config.vocab_size, on_gpu=work.on_gpu))
-    return Activations(
-        T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits
-    )
+    return Activations(T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits)
 
 
 @lru_cache(maxsize=1024)

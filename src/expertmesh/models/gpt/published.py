@@ -96,9 +96,7 @@ class PublishedGPT:
                 eval_every=1_000,
             ),
             # staged distillation: the published students stop it after 400,000 of 572,000 steps
-            distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7)
-            if self.teacher
-            else DistillConfig(),
+            distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7) if self.teacher else DistillConfig(),
         )
 
 

@@ -1,4 +1,5 @@
-"""Sizes of a GPT in a run: with adapters, which of its parameters rest and how they are kept, and the adapters' factors."""
+"""Sizes of a GPT in a run: with adapters, which of its parameters rest and how they are kept, and the adapters'
+factors."""
 
 from dataclasses import replace
 

@@ -1,10 +1,11 @@
 """Recipes for clusters: MoE models of 0.4 to 3.6 trillion parameters, and dense bases of 15 and 100 billion.
 
-`expertmesh plan` finds clusters and layouts for them. `gpt-1.1t` is fairseq's and Tutel's model: 32 layers of width 4096, 512
-experts in every second one, top-2, GELU, a vocabulary of 51,200, sequences of 1,024. It has 1,104,050,130,944 parameters here,
-without biases, with RMSNorm, rotary positions and tied embeddings; fairseq's version (biases, LayerNorm, sinusoidal positions)
-has 1,104,219,021,312. The shapes of `gpt-3.5t` (46 layers of 6144, 512 experts: 3,570,511,951,872) and `gpt-400b` (46 of 4096,
-128 experts: 401,533,161,472) are ours, because publications of these sizes give none. Dropless, BF16, Adam with betas 0.9 and 0.95.
+`expertmesh plan` finds clusters and layouts for them. `gpt-1.1t` is fairseq's and Tutel's model: 32 layers of width
+4096, 512 experts in every second one, top-2, GELU, a vocabulary of 51,200, sequences of 1,024. It has 1,104,050,130,944
+parameters here, without biases, with RMSNorm, rotary positions and tied embeddings; fairseq's version (biases,
+LayerNorm, sinusoidal positions) has 1,104,219,021,312. The shapes of `gpt-3.5t` (46 layers of 6144, 512 experts:
+3,570,511,951,872) and `gpt-400b` (46 of 4096, 128 experts: 401,533,161,472) are ours, because publications of these
+sizes give none. Dropless, BF16, Adam with betas 0.9 and 0.95.
 """
 
 from dataclasses import dataclass

@@ -33,9 +33,7 @@ def _parameters(config: ModelConfig) -> Iterator[Parameter]:
             yield one.inside(f"layers.{layer}.", f"model.layers.{layer}.", layer=layer)
     yield parameter("final_norm.weight", "norm", "norms", model=D, hub="model.norm.weight")
     if not config.tie_embeddings:
-        yield parameter(
-            "output.weight", "head", "output", vocab=V, model=D, cut="model", hub="lm_head.weight"
-        )
+        yield parameter("output.weight", "head", "output", vocab=V, model=D, cut="model", hub="lm_head.weight")
 
 
 def prediction_spec(config: ModelConfig) -> ModelSpec:
@@ -56,9 +54,7 @@ def _layer(config: ModelConfig, num_experts: int) -> Iterator[Parameter]:
     yield parameter("attention_norm.weight", "norm", "norms", model=D, hub="input_layernorm.weight")
     attention = _latent_attention(config) if config.is_latent else _attention(config)
     yield from (one.inside("attention.", "self_attn.") for one in attention)
-    yield parameter(
-        "ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight"
-    )
+    yield parameter("ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight")
     yield from feed_forward(config, num_experts)
 
 

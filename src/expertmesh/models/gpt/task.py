@@ -96,9 +96,7 @@ class GPTTask(Task):
             output = model(ids_BS, targets_R=learned.targets_R, **call)
             return Loss(learned.sum(-output.logprobs_R), output.stats)
         output = model(ids_BS, **call)
-        losses_R = token_losses(
-            output.logits_BSV, learned.targets_R, distill=distill, overwrite_logits=True
-        )
+        losses_R = token_losses(output.logits_BSV, learned.targets_R, distill=distill, overwrite_logits=True)
         return Loss(learned.sum(losses_R), output.stats)
 
     def _distill_targets(
@@ -130,7 +128,8 @@ class GPTTask(Task):
         }
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean cross-entropy per token in nats, and total cross-entropy in bits divided by the bytes of the predicted text.
+        """Mean cross-entropy per token in nats, and total cross-entropy in bits divided by the bytes of the predicted
+        text.
 
         The end-of-text token costs bits but has no bytes, so the value is an upper bound of the text's bits per byte.
         """
@@ -185,13 +184,15 @@ class Learned(NamedTuple):
 
 
 def masks_of(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for padding."""
+    """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for
+    padding."""
     names = {"document": "document_BS", "is_token": "token_mask_BS"}
     return {name: more[key] for key, name in names.items() if key in more}
 
 
 def rounded_up(length: int) -> int:
-    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four lengths per doubling, so about a fifth more at most."""
+    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four lengths per doubling, so about a fifth more at
+    most."""
     step = max(4, 1 << max(0, (length - 1).bit_length() - 3))
     return max(16, -(-length // step) * step)
 

@@ -24,7 +24,8 @@ from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.dtypes import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
-"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2 cache."""
+"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2
+cache."""
 
 _aten = torch.ops.aten
 
@@ -104,10 +105,7 @@ class Passes:
         d_gates, d_ups = self._branches(d_h_WH)
         grads, outs = self._blocks(grad_WF), self._blocks(out_WF)
         weights = zip(self._blocks(s_W[:, None]), self._blocks(d_s_W), strict=True)
-        blocks = (
-            GradientBlock(*views)
-            for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
-        )
+        blocks = (GradientBlock(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True))
         for block, (s, d_s) in zip(blocks, weights, strict=True):
             act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
             if h_WH.dtype == s_W.dtype:
@@ -121,9 +119,7 @@ class Passes:
                     block.d_up.copy_(wide.d_up)
         return d_s_W
 
-    def _block_backward(
-        self, block: GradientBlock, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
-    ) -> None:
+    def _block_backward(self, block: GradientBlock, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor) -> None:
         grad, out = block.grad, block.out
         self._pointwise(block.gate, act)
         if block.up is None or block.d_up is None:
@@ -204,9 +200,7 @@ class Passes:
             out.mul_(grad).mul_(2)
 
 
-def passes_for(
-    activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
-) -> Passes | CompiledPasses:
+def passes_for(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> Passes | CompiledPasses:
     """Make the passes of a call with num_rows rows in all; its parts have the dtype, the device and at most the rows of
     `rows_RF` (R, F)."""
     if compiled_passes.serves(activation, rows_RF, num_rows=num_rows, backward=backward):

@@ -1,4 +1,5 @@
-"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 or 1/8 (`gemm_rows`), so that few shapes occur.
+"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 or 1/8 (`gemm_rows`), so that
+few shapes occur.
 
 Padding rows must not affect the expert's own rows, even if they are not finite.
 """
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 from expertmesh.ops.cpu.products import gemm_rows
 
 _TILE = 32
-"""Elements that AMX reads at once: at a row's end it reads on into the next row and multiplies these elements by zero."""
+"""Elements that AMX reads at once: at a row's end it reads on into the next row and multiplies these elements by
+zero."""
 _NARROW = 1 << 16
 
 
@@ -40,7 +42,8 @@ class ExpertRows(NamedTuple):
         return F.pad(own, (0, 0, 0, behind)) if behind else own
 
     def room(self, values: Tensor) -> Tensor:
-        """Output buffer of the rows: in place, because later experts overwrite the padding; a new tensor if it would reach past the end."""
+        """Output buffer of the rows: in place, because later experts overwrite the padding; a new tensor if it would
+        reach past the end."""
         end = self.start + self.size
         if end <= len(values):
             return values[self.start : end]

@@ -28,7 +28,8 @@ def adapted_linear(
     transposed: bool = False,  # whether the matrices are stored as (K, N)
     backend: str = "auto",  # see `grouped_linear`
 ) -> Tensor:
-    """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section 4.1).
+    """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section
+    4.1).
 
     Neither W + s B A nor a gradient of its size is materialised, unless w requires a gradient. On a CPU with product
     instructions for the dtype, with frozen weights and without bias, it is one operator; otherwise three

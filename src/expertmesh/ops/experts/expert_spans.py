@@ -39,9 +39,7 @@ class ExpertSpan:
         for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True):
             columns.append((start - first_place, start + count - 1, size))
             first_place += size
-        shift, last, repeats = torch.tensor(columns, dtype=torch.int32, device=self.device).unbind(
-            1
-        )
+        shift, last, repeats = torch.tensor(columns, dtype=torch.int32, device=self.device).unbind(1)
         both = torch.stack((shift, last)).repeat_interleave(repeats, 1, output_size=first_place)
         wanted = torch.arange(first_place, dtype=torch.int32, device=self.device).add_(both[0])
         row_of_place = torch.minimum(wanted, both[1])
@@ -73,12 +71,10 @@ class ExpertSpan:
         return torch.split_with_sizes(values_W, self.sizes)
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
-        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts' rows.
-        """
+        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts'
+        rows."""
         if self.sizes == self.counts:
-            return torch.split_with_sizes(
-                values[self.rows.start - first : self.rows.stop - first], self.sizes
-            )
+            return torch.split_with_sizes(values[self.rows.start - first : self.rows.stop - first], self.sizes)
         pairs = zip(self.starts, self.sizes, strict=True)
         return [values[start - first : start - first + size] for start, size in pairs]
 

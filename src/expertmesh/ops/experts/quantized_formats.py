@@ -32,9 +32,7 @@ class QuantizedFormat(WeightFormat):
 
     def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
         """See `WeightFormat`."""
-        values, scales = rounded(
-            w, cast(Format, self.name), group_size=group_size, scale_dtype=dtype
-        )
+        values, scales = rounded(w, cast(Format, self.name), group_size=group_size, scale_dtype=dtype)
         return {"": values, "_scale": scales}
 
     def unpack(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -158,8 +156,6 @@ class Nf4(Int4):
         return nf4.widened(values, scales).to(dtype)
 
 
-QUANTIZED: dict[str, QuantizedFormat] = {
-    one.name: one for one in (QuantizedFormat(), Int4(), Fp8(), Mxfp4(), Nf4())
-}
+QUANTIZED: dict[str, QuantizedFormat] = {one.name: one for one in (QuantizedFormat(), Int4(), Fp8(), Mxfp4(), Nf4())}
 """Quantised formats by name."""
 FORMATS.update(QUANTIZED)

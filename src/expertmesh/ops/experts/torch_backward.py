@@ -278,9 +278,7 @@ class _Steps:
         d_x = d_weights = None
         maps = self.maps
         if self.needs.x:
-            d_x = sum_rows(
-                data.d_x_RD, maps.offsets_E, maps.row_of_slot_N, self.weights_TK.shape[1]
-            )
+            d_x = sum_rows(data.d_x_RD, maps.offsets_E, maps.row_of_slot_N, self.weights_TK.shape[1])
             d_x = d_x.to(self.x_TD.dtype)
         if self.needs.weights:
             d_weights = torch.zeros_like(self.weights_TK, memory_format=torch.contiguous_format)
@@ -289,9 +287,7 @@ class _Steps:
         return d_x, d_weights
 
 
-def _weight_buffers(
-    x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None
-) -> ExpertSlice:
+def _weight_buffers(x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None) -> ExpertSlice:
     """Buffers of the gradients: new tensors, or the given ones; unneeded gradients are empty or None."""
 
     def bias(tensor: Tensor | None, given: Tensor | None, needed: bool) -> Tensor | None:
@@ -325,9 +321,7 @@ def _products_into(run: ExpertSpan, a: Tensor, b: Tensor, grads: Tensor, add: bo
     """Write or add a^T b of every expert of a span, as (rows of a^T, columns of b)."""
     direct = grads.dtype == a.dtype and grads.is_contiguous()
     # views of the span's experts only: views of all experts for every span were 8,192 in a step of 64 experts
-    outs = selected(
-        grads.view(grads.shape[0], -1, grads.shape[-1]) if direct else grads, run.experts
-    )
+    outs = selected(grads.view(grads.shape[0], -1, grads.shape[-1]) if direct else grads, run.experts)
     for out, a_e, b_e in zip(outs, run.split(a), run.split(b), strict=True):
         if not direct:
             _put(torch.mm(a_e.T, b_e), out, add)

@@ -167,9 +167,7 @@ def weight_grads(
         given = into.b_in_EGF if into is not None else None
         b_in = torch.empty_like(call.b_in_EGF) if given is None else given
         ordered = _in_memory_order(b_in, like=call.b_in_EGF).view(E, G * F)
-        moe_wgrad.bias_grad(
-            hidden.d_h_RH, rows, out=ordered, gathered=False, accumulate=given is not None
-        )
+        moe_wgrad.bias_grad(hidden.d_h_RH, rows, out=ordered, gathered=False, accumulate=given is not None)
     if needs.b_out and call.b_out_ED is not None:
         given = into.b_out_ED if into is not None else None
         b_out = torch.empty_like(call.b_out_ED) if given is None else given

@@ -51,9 +51,7 @@ def _(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
 
 
 @torch.library.custom_op("expertmesh::weighted_activation_backward", mutates_args=())
-def _gradients(
-    grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
     num_rows, F = grad_RF.shape
     d_h, d_s = torch.empty_like(h_RH), torch.empty_like(s_R)

@@ -100,7 +100,8 @@ class LayerChooser:
         return options
 
     def timed(self, tokens: Dispatched) -> tuple[Dispatched, Callable[[Tensor], None] | None]:
-        """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no trial."""
+        """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no
+        trial."""
         trial, self._trial = self._trial, None
         if trial is None:
             return tokens, None
@@ -144,9 +145,7 @@ def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
     return {r: route_shape(make_split(degrees, r), nodes) for r in allowed}
 
 
-def layer_shape(
-    layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int
-) -> LayerShape:
+def layer_shape(layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int) -> LayerShape:
     """Shape of one of `num_layers` layers for the cost model; element_bytes is the size of its parameters' dtype."""
     experts = layer.grouped
     assert experts is not None
@@ -208,9 +207,7 @@ def adapt(
                 _plain(dispatcher.usual),
                 probe[1] * MEMORY_SHARE,
             )
-            tuners[key] = _new_tuner(
-                shape, choices, Machine(network, probe[0]), settled, on_settled
-            )
+            tuners[key] = _new_tuner(shape, choices, Machine(network, probe[0]), settled, on_settled)
         dispatcher.chooser = LayerChooser(tuners[key], num_ranks=W, world_size=world.size)
 
 

@@ -129,18 +129,14 @@ class CoordinatedRoundTrip:
         if dispatcher.groups.column.size > 1:
             packed = _packed(self._own())
             where = f"{dispatcher.layer}, dispatch"
-            self._out, self._pending = start_all_gather(
-                packed, dispatcher.groups.column, where=where
-            )
+            self._out, self._pending = start_all_gather(packed, dispatcher.groups.column, where=where)
 
     def _own(self) -> Dispatched:
         """Part of the group's tokens that this rank sends."""
         if not self._dispatcher.is_split or self._dispatcher.groups.row.size == 1:
             return self._padded
         begin, p = self._dispatcher.groups.row.rank * self._each, self._padded
-        x_TD, ids_TK, weights_TK = (
-            one[begin : begin + self._each] for one in (p.x_TD, p.expert_ids_TK, p.weights_TK)
-        )
+        x_TD, ids_TK, weights_TK = (one[begin : begin + self._each] for one in (p.x_TD, p.expert_ids_TK, p.weights_TK))
         return Dispatched(x_TD, ids_TK, weights_TK)
 
     def advance(self) -> None:
@@ -198,7 +194,8 @@ class CoordinatedRoundTrip:
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
-    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
+    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else
+    None."""
     grouped: Any = experts  # those in slots are cast when they are used
     if grouped.paging is not None or (grouped.format == "dense" and grouped.dtype == dtype):
         return None
@@ -223,7 +220,6 @@ def _unpacked(packed: Tensor, like: Dispatched) -> Dispatched:
     columns = (like.x_TD, like.weights_TK, like.expert_ids_TK.to(torch.int32))
     sizes = [one.shape[1] * one.element_size() for one in columns]
     x, weights, ids = (
-        part.contiguous().view(one.dtype)
-        for part, one in zip(packed.split(sizes, 1), columns, strict=True)
+        part.contiguous().view(one.dtype) for part, one in zip(packed.split(sizes, 1), columns, strict=True)
     )
     return Dispatched(x, ids.long(), weights)

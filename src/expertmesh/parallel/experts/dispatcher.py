@@ -57,7 +57,8 @@ from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
 _never_compiled = torch._disable_dynamo
-"""Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the compiler."""
+"""Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the
+compiler."""
 
 PIECE_BYTES = 1 << 20
 MAX_CHUNKS = 8
@@ -108,11 +109,7 @@ class ShardedRoundTrip:
                     following.advance()
                 tokens = dispatch_handle.finish()
             given = parameters
-            if (
-                dispatch_handle is dispatch_handles[0]
-                and gathered is not None
-                and parameters is not None
-            ):
+            if dispatch_handle is dispatch_handles[0] and gathered is not None and parameters is not None:
                 # in the backward this part is last: no other part's matmuls are left to hide its exchange
                 given = gathered.late(parameters) if dispatch_handle.travels else parameters
             y_RD = apply_experts(experts, tokens, given)
@@ -137,8 +134,8 @@ class ExpertDispatcher:
     """Dispatches tokens to the ranks that hold a layer's experts. A `TokenDispatcher`.
 
     Args:
-        dispatch: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
-            equals flat where all ranks that share tokens are on one node, or each on its own node.
+        dispatch: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat.
+            Hierarchical equals flat where all ranks that share tokens are on one node, or each on its own node.
         exchanges: factory of the exchange of a route, such as `partial(Fixed, bound=16)`, whose sizes the host never
             waits for; None: chosen among `Alone`, `Hierarchical` and `Ragged`.
         dispatch_dtype: dtype of dispatched tokens: their own ("same"), or 8 bits with a scale per 128 elements ("int8",
@@ -239,7 +236,8 @@ class ExpertDispatcher:
 
     @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, replicas of the experts included; the first value of a call is the number of choices per expert.
+        """Sum over all ranks, replicas of the experts included; the first value of a call is the number of choices per
+        expert.
 
         Where all ranks have the same tokens, each rank's value is the sum already.
         """

@@ -1,4 +1,5 @@
-"""Exchanges that dispatch tokens to the ranks of their experts and combine the results: `Alone`, `AllReduceExchange`, `Fixed` and `Ragged`.
+"""Exchanges that dispatch tokens to the ranks of their experts and combine the results: `Alone`, `AllReduceExchange`,
+`Fixed` and `Ragged`.
 
 An exchange has two asynchronous moves, dispatch (`start`, `DispatchHandle.finish`) and combine
 (`DispatchHandle.start_home`, `CombineHandle.finish`). Work between a start and its finish overlaps with communication,
@@ -54,7 +55,8 @@ class Route:
         return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.split.route_e)
 
     def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Ids counted from a rank's first expert (`num_local` for other ranks' experts), and a mask of the rank's own choices."""
+        """Ids counted from a rank's first expert (`num_local` for other ranks' experts), and a mask of the rank's own
+        choices."""
         local_RK = ids_RK - first
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
@@ -135,9 +137,7 @@ class Exchange:
         """
         return self.start_parts(tokens, 1)[0]
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Start the dispatch of tokens in parts that travel one after the other.
 
         Args:
@@ -211,26 +211,21 @@ class _LocalDispatch(DispatchHandle):
 class Alone(Exchange):
     """Exchange for a rank that has all experts of its tokens: no communication."""
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Keep all tokens in one part."""
         return [_LocalDispatch(tokens)]
 
 
 class AllReduceExchange(Exchange):
-    """Exchange of ranks that all have the same tokens: each computes its experts, or slices of them, and the results are summed over ranks.
+    """Exchange of ranks that all have the same tokens: each computes its experts, or slices of them, and the results
+    are summed over ranks.
 
     For inference: one collective per layer, no host synchronization, and the same bits on all ranks.
     """
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Keep all tokens in one part."""
-        if torch.is_grad_enabled() and (
-            tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad
-        ):
+        if torch.is_grad_enabled() and (tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad):
             raise ConfigError(
                 f"{self.route.layer}: is spread for inference, over ranks that all have the same tokens; call it under"
                 " torch.no_grad(), or spread it for training with parallelize"
@@ -256,7 +251,8 @@ class _AllReduceDispatch(DispatchHandle):
 
 
 class Fixed(Exchange):
-    """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few tokens at a time.
+    """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few
+    tokens at a time.
 
     Args:
         bound: maximum number of tokens of a rank per call.
@@ -265,27 +261,19 @@ class Fixed(Exchange):
     def __init__(self, route: Route, bound: int) -> None:
         super().__init__(route)
         if route.payload != "same":
-            raise ConfigError(
-                f"dispatch_dtype={route.payload} with Fixed: it sends tokens as they are; leave one out"
-            )
+            raise ConfigError(f"dispatch_dtype={route.payload} with Fixed: it sends tokens as they are; leave one out")
         self.bound = bound
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
-        """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks' experts.
-        """
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
+        """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks'
+        experts."""
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:
-            raise ConfigError(
-                f"{T} tokens on this rank with bound={bound}; raise the bound of Fixed, or use Ragged"
-            )
+            raise ConfigError(f"{T} tokens on this rank with bound={bound}; raise the bound of Fixed, or use Ragged")
         ends = [bound * i // num_parts for i in range(num_parts + 1)]
         bounds = [end - start for start, end in pairwise(ends)]
         parts = split(tokens, [min(end, T) - min(start, T) for start, end in pairwise(ends)])
-        return [
-            _FixedDispatch(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
-        ]
+        return [_FixedDispatch(self.route, part, size) for part, size in zip(parts, bounds, strict=True)]
 
 
 class _FixedDispatch(DispatchHandle):
@@ -316,9 +304,7 @@ class _FixedDispatch(DispatchHandle):
         return _Summed(rows, self._add)
 
     def _add(self, home_RD: Tensor) -> Tensor:
-        return added_over_ranks(
-            home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
-        )
+        return added_over_ranks(home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens])
 
 
 def added_over_ranks(parts_PTD: Tensor) -> Tensor:
@@ -329,9 +315,7 @@ def added_over_ranks(parts_PTD: Tensor) -> Tensor:
 class Ragged(Exchange):
     """Exchange of ragged size: each rank sends the rows that another needs; the host waits once, for the row counts."""
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Exchange row counts once for all parts; `DispatchHandle.advance` sends the rows."""
         parts = split(tokens, part_sizes(tokens, num_parts))
         found = [_RaggedDispatch(self.route, part) for part in parts]

@@ -37,16 +37,15 @@ def check_spread(
             f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
         )
     if num_replicas < 1 or num_ranks % num_replicas:
-        raise ConfigError(
-            f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor"
-        )
+        raise ConfigError(f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor")
     check_choice("order", order, get_args(ExpertOrder))
     check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
     if (experts := layer.grouped) is not None:
         if experts.paging is not None:
             raise ConfigError(
-                f"{name}: its experts are in slots, which are of one process; give em.Engine(..., parallel=) the folder, or spread"
+                f"{name}: its experts are in slots, which are of one process; give em.Engine(..., parallel=) the "
+                "folder, or spread"
                 " experts without slots"
             )
         degrees = expert_degrees(
@@ -94,7 +93,8 @@ def check_options(dispatch: DispatchOptions, *, num_experts: int, stay: str, has
     Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", dispatch.overlap_degree)
     if not 0 <= (dispatch.replicated_experts or 0) <= num_experts:
         raise ConfigError(
-            f"replicated_experts={dispatch.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
+            f"replicated_experts={dispatch.replicated_experts}: must be from 0 to the {num_experts} experts; choose "
+            "fewer"
         )
     if dispatch.replicated_experts and stay:
         raise ConfigError(
@@ -104,5 +104,6 @@ def check_options(dispatch: DispatchOptions, *, num_experts: int, stay: str, has
         check_choice("all_to_all", dispatch.all_to_all, get_args(AllToAll))
     if has_exchange and dispatch.all_to_all not in (None, "flat"):
         raise ConfigError(
-            f"all_to_all={dispatch.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
+            f"all_to_all={dispatch.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave "
+            "one out"
         )

@@ -97,9 +97,7 @@ class Layout:
         after = (self.num_f - self.offset_f - len(found)) * width
         return (pad(torch.cat(found, 1), (before, after)),)
 
-    def by_rank(
-        self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True
-    ) -> Tensor:
+    def by_rank(self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True) -> Tensor:
         """Inverse of `slices` for gradients, (n, e', ...); a view where possible.
 
         In the accumulation dtype, or in the shard's if the gradients are not summed over ranks.
@@ -204,15 +202,12 @@ class GradientBuffers:
         flat = self._flat[name]
         if self._layout.is_by_rank:
             return flat
-        return torch.empty_like(flat).index_copy_(
-            0, on_device(self._layout.ranks, flat.device), flat
-        )
+        return torch.empty_like(flat).index_copy_(0, on_device(self._layout.ranks, flat.device), flat)
 
 
-def reduce_gradients(
-    source: ShardSource, layout: Layout, whole: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced concurrently.
+def reduce_gradients(source: ShardSource, layout: Layout, whole: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced
+    concurrently.
 
     Args:
         whole: (n, e', ...) gradient of every parameter, by rank; None: no gradient.
@@ -221,10 +216,7 @@ def reduce_gradients(
         The gradient of each shard, in the accumulation dtype, or None.
     """
     where = f"{source.layer}, weight gradients"
-    started = [
-        None if grad is None else start_reduce_scatter(grad, layout.group, where=where)
-        for grad in whole
-    ]
+    started = [None if grad is None else start_reduce_scatter(grad, layout.group, where=where) for grad in whole]
     reduced: list[Tensor | None] = []
     for item in started:
         if item is None:
@@ -294,10 +286,7 @@ class GatheredWeights:
             if "b_out" in self.source.names:  # small and padded: it is kept
                 del self._addresses[flat[-1].untyped_storage().data_ptr()]
         seen = iter(_Gathered.apply(self, flat, [len(slices) for slices in whole], *shards))
-        found = {
-            name: tuple(next(seen) for _ in slices)
-            for name, slices in zip(self.source.names, whole, strict=True)
-        }
+        found = {name: tuple(next(seen) for _ in slices) for name, slices in zip(self.source.names, whole, strict=True)}
         context = self._dropping if self.drops else nullcontext
         main = direct if self._buffers is None else self._buffers.as_main_grads()
         weights = ExpertWeights.of_names(found, self.source.activation)
@@ -321,7 +310,8 @@ class GatheredWeights:
         return WeightGradients.of_names({name: given for name, given in shards.items() if given})
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
-        """Whether operators must add gradients to `GradientBuffers`: to join slices, to keep FP32 sums, or for main gradients."""
+        """Whether operators must add gradients to `GradientBuffers`: to join slices, to keep FP32 sums, or for main
+        gradients."""
         if not torch.is_grad_enabled() or not any(self._wanted):
             return False
         summed = self.layout.group.size > 1 or num_calls > 1
@@ -410,7 +400,8 @@ class GatheredWeights:
 def hand_over(
     name: str, grad: Tensor, shard: Tensor, *, main: WeightGradients | None, host: HostMemory | None
 ) -> Tensor | None:
-    """Move the gradient of a shard to its memory; returns the gradient for autograd, None if it was added to main gradients."""
+    """Move the gradient of a shard to its memory; returns the gradient for autograd, None if it was added to main
+    gradients."""
     if main is None:
         grad = grad.to(shard.dtype)
     if host is not None:
@@ -432,9 +423,7 @@ class _Gathered(torch.autograd.Function):
     """Shards in, slices of one split out."""
 
     @staticmethod
-    def forward(
-        ctx: Any, use: GatheredWeights, whole: list[Tensor], counts: list[int], *shards: Tensor
-    ) -> Any:
+    def forward(ctx: Any, use: GatheredWeights, whole: list[Tensor], counts: list[int], *shards: Tensor) -> Any:
         ctx.use, ctx.counts = use, counts
         ctx.set_materialize_grads(False)
         # New tensors: one gathered tensor may serve several forwards, each with its own gradient.

@@ -64,9 +64,7 @@ class Hierarchical(Exchange):
         super().__init__(route)
         self.nodes = nodes
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_chunks: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in chunks."""
         cut = split(tokens, part_sizes(tokens, num_parts * num_chunks))
         found = [_NodeDispatch(self.route, self.nodes, chunk) for chunk in cut]
@@ -228,10 +226,7 @@ class _NodeDispatch(DispatchHandle):
         places = [members.index(p) if p in members else inside.size for p in range(group.size)]
         place_inside_P = on_device([*places, inside.size], place_RJ.device)
         send = [sum(column.receive) for column in handed[: inside.size]]
-        receive = [
-            sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry)
-            for entry in members
-        ]
+        receive = [sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry) for entry in members]
         metadata = route_metadata(place_inside_P[place_RJ], inside.size)
         return only_rows(metadata, sum(send)), place_RJ.shape[1], Counts(send, receive)
 

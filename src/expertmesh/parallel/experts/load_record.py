@@ -68,7 +68,8 @@ class Repetitions:
         if len(waiting) > 1:
             raise ConfigError(
                 f"{self._layer}: {len(self._waiting)} forwards that went different ways wait for their backward, and "
-                "activation checkpointing repeats one of them; run each backward before the next forward, or let all go "
+                "activation checkpointing repeats one of them; run each backward before the next forward, or let all "
+                "go "
                 f"one way (no {named('parallel.adaptive')}, or the same arguments)"
             )
         return next(iter(waiting), self._last)
@@ -89,14 +90,11 @@ class LoadRecord:
 
     def is_awaited(self, value: Tensor) -> bool:
         """Whether a value is the counts of the call that has begun."""
-        return (
-            self._is_awaited
-            and value.shape == (self._num_experts,)
-            and not value.is_floating_point()
-        )
+        return self._is_awaited and value.shape == (self._num_experts,) and not value.is_floating_point()
 
     def note(self, counts_E: Tensor) -> None:
-        """Store the counts of a call without synchronizing; once `counts` was called, their copy to the host starts here."""
+        """Store the counts of a call without synchronizing; once `counts` was called, their copy to the host starts
+        here."""
         mode, self._is_awaited = torch.is_grad_enabled(), False
         self._seen[mode] = on_host(counts_E) if self._reads else counts_E.detach().tolist
         self._read.pop(mode, None)

@@ -32,7 +32,8 @@ def module_degrees(
     """Degrees of W ranks that hold user modules: each rank has E / W of them, whole."""
     if num_experts % num_ranks:
         raise ConfigError(
-            f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, as many as "
+            f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, "
+            "as many as "
             "the others; use a multiple of the ranks as num_experts, or more copies (dp_replicate_degree, num_replicas)"
         )
     reasons = {
@@ -92,9 +93,7 @@ class SpreadExpertList(ExpertList):
             x_TD = x_TD.detach().requires_grad_()
         return super().forward(x_TD, *route, **options).to(x_TD.dtype)
 
-    def callables(
-        self, x_TD: Tensor
-    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
         """Modules and their parameters; with replicas, gradients of the parameters are summed over these."""
         own = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self._replicas.size == 1 or not own or not torch.is_grad_enabled():
@@ -103,13 +102,12 @@ class SpreadExpertList(ExpertList):
         view_of = dict(zip(own, views, strict=True))
 
         def called(expert: nn.Module) -> Callable[[Tensor], Tensor]:
-            # Every name of a parameter, but each module once: functional_call does not restore a module that it meets twice.
+            # Every name of a parameter, but each module once: functional_call does not restore a module that it meets
+            # twice.
             given = {
                 f"{path}.{name}" if path else name: view_of[parameter]
                 for path, module in expert.named_modules()
-                for name, parameter in module.named_parameters(
-                    recurse=False, remove_duplicate=False
-                )
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
                 if parameter in view_of
             }
             return partial(_call_with, expert, given)
@@ -163,9 +161,7 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     """Number of modules that each rank keeps."""
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
-    absent = [
-        isinstance(e, FirstOutput) and e.expert is None for e in experts
-    ]  # only its rank knows
+    absent = [isinstance(e, FirstOutput) and e.expert is None for e in experts]  # only its rank knows
     without = [
         first
         for first in range(0, len(sizes), count)
@@ -173,7 +169,8 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     ]
     if without and any(sizes):
         raise ConfigError(
-            f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
+            f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would "
+            "have: "
             "norms of gradients are sums over ranks that have some; put them between the others"
         )
     return count
@@ -222,7 +219,8 @@ class ExpertModules(ExpertShards):
         W = self.degrees.num_ranks
         if split.route_degree != W:
             raise ConfigError(
-                f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens must "
+                f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens "
+                "must "
                 f"be dispatched; use {named('route_degree', W)} or leave it out"
             )
 

@@ -38,7 +38,8 @@ class OwnedParameter(nn.Parameter):
 def refuse_engine(layer: str, *_: object) -> None:
     """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else."""
     raise ConfigError(
-        f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different experts; "
+        f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different "
+        "experts; "
         "give deepspeed.initialize a model of expertmesh.integrations.deepspeed.MoE that was not spread"
     )
 
@@ -48,7 +49,8 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
     own = list(experts.parameters())
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):
         raise ConfigError(
-            f"{layer}: parameters of its experts, which differ between ranks, were added or replaced after they were spread; "
+            f"{layer}: parameters of its experts, which differ between ranks, were added or replaced after they were "
+            "spread; "
             "give the experts' parameters to fully_shard as ignored_params, and change modules before"
         )
     wrapper = DistributedDataParallel._active_ddp_module
@@ -58,6 +60,7 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
     for name, parameter in wrapper.module.named_parameters():
         if parameter in split and name not in wrapper.parameters_to_ignore:
             raise ConfigError(
-                f"{layer}: DistributedDataParallel averages {name}, which differs between ranks; name the experts' parameters"
+                f"{layer}: DistributedDataParallel averages {name}, which differs between ranks; name the experts' "
+                "parameters"
                 " in model._ddp_params_and_buffers_to_ignore before it wraps the model"
             )

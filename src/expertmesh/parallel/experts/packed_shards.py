@@ -27,22 +27,19 @@ _AXES = {**SLICED_AXIS, "w_in_scale": 2, "w_out_scale": 2}
 """Axis of each tensor that the f slices cut; one that has a single scale there is on all ranks of its experts."""
 
 
-def check_packed(
-    experts: GroupedExperts, degrees: ExpertDegrees, *, offload: bool, layer: str
-) -> None:
+def check_packed(experts: GroupedExperts, degrees: ExpertDegrees, *, offload: bool, layer: str) -> None:
     """Check that packed experts can be sharded."""
     _, _, F, _ = experts.shape
     unit = FORMATS[experts.format].unit(experts.weights().slices()[0])
     if degrees.f > 1 and F // degrees.f % unit:
         fits = [f for f in divisors(F) if f == 1 or F // f % unit == 0]
         raise ConfigError(
-            f"{layer}: {named('parallel.es_degree', degrees.f)} cuts {F} hidden columns of {experts.format} into {F // degrees.f},"
+            f"{layer}: {named('parallel.es_degree', degrees.f)} cuts {F} hidden columns of {experts.format} into "
+            f"{F // degrees.f},"
             f" which are no whole groups of {unit}; the degrees that fit are {', '.join(map(str, fits))}"
         )
     if offload:
-        raise ConfigError(
-            f"{layer}: offload=True with {PACKED_STAY}, which stay on the device; leave it out"
-        )
+        raise ConfigError(f"{layer}: offload=True with {PACKED_STAY}, which stay on the device; leave it out")
 
 
 class PackedGather:
@@ -53,9 +50,7 @@ class PackedGather:
         axes: axis of each tensor that is cut into f slices.
     """
 
-    def __init__(
-        self, shards: dict[str, Tensor], axes: dict[str, int], layout: Layout, *, where: str
-    ) -> None:
+    def __init__(self, shards: dict[str, Tensor], axes: dict[str, int], layout: Layout, *, where: str) -> None:
         self._axes, self._layout = axes, layout
         self._dtypes = {name: one.dtype for name, one in shards.items()}
         self._started = {

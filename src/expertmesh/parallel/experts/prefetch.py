@@ -41,7 +41,8 @@ class GatheredLayer(Protocol):
         """Whether kept weights exist and are up to date."""
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """Key of this layer with another layer's route degree and dtype; None: this layer cannot use that route degree."""
+        """Key of this layer with another layer's route degree and dtype; None: this layer cannot use that route
+        degree."""
 
     def versions(self) -> Any:
         """Value that changes when the parameters do."""
@@ -58,7 +59,8 @@ class LayerTurn:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Guess, and the gather that was started for it; None: not started, because the last guess for this layer was wrong."""
+    """Guess, and the gather that was started for it; None: not started, because the last guess for this layer was
+    wrong."""
 
     layer: GatheredLayer
     key: GatherKey
@@ -128,7 +130,8 @@ class Prefetcher:
         return self._last
 
     def reach(self, visit: LayerTurn) -> None:
-        """Start the gathers of a layer that the backward has reached, and of the layer before it, unless already started."""
+        """Start the gathers of a layer that the backward has reached, and of the layer before it, unless already
+        started."""
         self._forget_ahead()
         wanted = [visit] if visit.previous is None else [visit, visit.previous]
         self._keep_only({(v.layer, v.key) for v in wanted})
@@ -140,9 +143,7 @@ class Prefetcher:
         task = torch._C._current_graph_task_id()
         if task == -1:
             return layer.fetch(key)
-        if (
-            self._task == -1
-        ):  # another number: a backward within the backward (re-entrant checkpoints)
+        if self._task == -1:  # another number: a backward within the backward (re-entrant checkpoints)
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if (layer, key) not in self._again:

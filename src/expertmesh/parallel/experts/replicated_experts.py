@@ -97,7 +97,8 @@ class ReplicatedWeights:
         return WeightGradients.of_names(found)
 
     def open(self) -> None:
-        """Allocate and zero the gradient buffers; they may exist already, after a backward that did not ask for them."""
+        """Allocate and zero the gradient buffers; they may exist already, after a backward that did not ask for
+        them."""
         flat = self._gradients
         if flat is not None:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
@@ -169,9 +170,7 @@ class _Arrive(torch.autograd.Function):
     """Autograd node from the token to the replicated weights; its backward starts to sum their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, use: ReplicatedWeights, counts: list[int], *whole: Tensor
-    ) -> Any:
+    def forward(ctx: Any, token: Tensor, use: ReplicatedWeights, counts: list[int], *whole: Tensor) -> Any:
         ctx.use, ctx.counts, ctx.token = use, counts, token.detach()
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in whole)

@@ -83,9 +83,7 @@ class ExpertShards(ABC):
     stay = ""
     """Reason why expert weights cannot be gathered; empty: they can."""
 
-    def __init__(
-        self, world: World, degrees: ExpertDegrees, *, layer: str, plain: bool = False
-    ) -> None:
+    def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str, plain: bool = False) -> None:
         self.world, self.degrees, self.layer, self.plain = world, degrees, layer, plain
         W = degrees.num_ranks
         self.rank = world.position % W
@@ -98,11 +96,10 @@ class ExpertShards(ABC):
         self._layouts: dict[RouteSplit, Layout] = {}
 
     def group(self, cells: list[list[int]], name: str) -> RankGroup:
-        """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must call."""
+        """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must
+        call."""
         W = self.degrees.num_ranks
-        all_cells = [
-            [W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells
-        ]
+        all_cells = [[W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells]
         return self.world.group(all_cells, name=name)
 
     def layout(self, split: RouteSplit) -> Layout:
@@ -117,10 +114,7 @@ class ExpertShards(ABC):
         block_e, block_f = split.block(self.rank)
         first_e, first_f = block_e * split.gather_e, block_f * split.gather_f
         order = tuple(
-            tuple(
-                members.index(self.degrees.rank_of(first_e + i, first_f + j))
-                for i in range(split.gather_e)
-            )
+            tuple(members.index(self.degrees.rank_of(first_e + i, first_f + j)) for i in range(split.gather_e))
             for j in range(split.gather_f)
         )
         group = self.group(cells, "the ranks that share weights")
@@ -303,19 +297,16 @@ class ExpertStorage(ExpertShards):
             degrees=self.degrees,
             rank=self.rank,
             dtype=dtype or shards[0].dtype,
-            copy=self.group(
-                [list(range(self.degrees.num_ranks))], "the ranks that hold the experts"
-            ),
+            copy=self.group([list(range(self.degrees.num_ranks))], "the ranks that hold the experts"),
             everyone=self.world.all_ranks(),
-            deposit=lambda name, grad, shard: hand_over(
-                name, grad, shard, main=self.experts.main_grads, host=host
-            ),
+            deposit=lambda name, grad, shard: hand_over(name, grad, shard, main=self.experts.main_grads, host=host),
             bring=lambda s: s if host is None else s.to(host.device, non_blocking=True),
             layer=self.layer,
         )
 
     def _pin(self) -> None:
-        """Pin shards that were allocated after construction: copies from unpinned memory do not overlap with computation."""
+        """Pin shards that were allocated after construction: copies from unpinned memory do not overlap with
+        computation."""
         if self.host is None or self._is_pinned:
             return
         for name in self.names:
@@ -328,7 +319,8 @@ class ExpertStorage(ExpertShards):
         return self._kept_weights(key) is not None
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """Key with another layer's route degree and dtype; None: that route degree does not divide this layer's ranks."""
+        """Key with another layer's route degree and dtype; None: that route degree does not divide this layer's
+        ranks."""
         split, dtype = key
         if self.degrees.num_ranks % split.route_degree:
             return None

@@ -22,7 +22,8 @@ CLOSE = 1.15
 TIE = 1.03
 """Among options within this factor of the fastest time, the simplest is settled on."""
 PATIENCE = 64
-"""Calls without a report after which open trials count as lost (forwards without a backward); the limit then doubles."""
+"""Calls without a report after which open trials count as lost (forwards without a backward); the limit then
+doubles."""
 HOPELESS = 5.0
 """Options for which the cost model predicts more than this times the fastest time are not measured."""
 HOT = 1.5
@@ -40,9 +41,7 @@ class Bucket:
     capacity_factor: float | None = None  # capacity factor of the calls; None: dropless
 
     @staticmethod
-    def of(
-        load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None
-    ) -> "Bucket":
+    def of(load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None) -> "Bucket":
         """Bucket of a load on the ranks that hold the experts."""
         E = len(load.shares)
         blocks = load.block_shares(num_ranks) if E % num_ranks == 0 else list(load.shares)

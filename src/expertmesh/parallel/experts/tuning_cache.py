@@ -1,4 +1,5 @@
-"""Tuning results on disk: measured links of a topology, and the dispatch plans found on it. Unreadable files are ignored."""
+"""Tuning results on disk: measured links of a topology, and the dispatch plans found on it. Unreadable files are
+ignored."""
 
 import hashlib
 import json
@@ -76,8 +77,8 @@ def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> 
 
 
 def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
-    """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do nothing.
-    """
+    """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do
+    nothing."""
     can_write = True
 
     def keep(plans: Mapping[str, DispatchOptions]) -> None:
