@@ -2,8 +2,8 @@
 
     python -m benchmarks.chat_way FOLDER [SEED ...]
 
-Each seed goes the way of `make chat` with other data and another order, on one thread; all begin with one model of text. Started again,
-seeds go on where they stopped. The page has the seeds that are done.
+Each seed goes the way of `make chat` with other data and another order, on one thread; all begin with one model of
+text. Started again, seeds go on where they stopped. The page has the seeds that are done.
 """
 
 import json
@@ -37,7 +37,7 @@ others were run once.
 
 | seed | after | loss, chats | loss, tasks | better, chats | better, tasks | right, tasks | drawn, tasks |
 |---|---|---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 TAIL = """
 On {chats} conversations and {tasks} tasks that are held out. No claim about conversations is made: the model is far too small.
 Seeds that are not done: {missing}.
@@ -47,7 +47,7 @@ better answer has gained since the stage began: 0 before it, and half is chance.
 
 | seed | stage | measure of its own evaluations | CPU minutes | steps | before | after |
 |---|---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 FORMS = {"minutes": ".1f", "steps": ",", "before": ".3f", "after": ".3f"}
 OWN = {name: told for name, told in CURVES.items() if name != "text"}
 

@@ -1,7 +1,7 @@
 """The one clock of all benchmarks, and the order of their rounds.
 
-On a GPU it is CUDA events around each part with a cold L2; elsewhere wall time, or CPU time of one thread: on a machine shared
-with other work only the second one means something.
+On a GPU it is CUDA events around each part with a cold L2; elsewhere wall time, or CPU time of one thread: on a machine
+shared with other work only the second one means something.
 """
 
 import statistics

@@ -1,8 +1,10 @@
-"""Coordinated all-to-all beside each to all: two hosts of two ranks, a cable of 200 Mbit/s, L = 2. Needs root and iproute2.
+"""Coordinated all-to-all beside each to all: two hosts of two ranks, a cable of 200 Mbit/s, L = 2. Needs root and
+iproute2.
 
     python -m benchmarks.coordinated [--tokens 1024] [--dim 512] [--rounds 7]
 
-Both compute the same layer (the program stops where they differ) by turns; times are medians of the slowest rank's rounds.
+Both compute the same layer (the program stops where they differ) by turns; times are medians of the slowest rank's
+rounds.
 """
 
 import argparse
@@ -49,9 +51,7 @@ def rank(job: dict[str, Any]) -> None:
     ways = {
         "each to all": _layer(job, world, 1, {}),
         "coordinated": _layer(job, world, TP, {}),
-        "coordinated, experts in every column": _layer(
-            job, world, TP, {"ep_degree": (2,), "es_degree": 1}
-        ),
+        "coordinated, experts in every column": _layer(job, world, TP, {"ep_degree": (2,), "es_degree": 1}),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     sent: dict[str, tuple[int, int]] = {}

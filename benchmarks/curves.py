@@ -43,11 +43,12 @@ def plot(
         u = LEFT + (width - LEFT - RIGHT) * (x_of(x) - x_of(first)) / span
         return u, TOP + (height - TOP - BOTTOM) * (high - y) / (high - low)
 
-    marks = (
-        [first * 2**i for i in range(int(span) + 1)] if is_log else [last * i / 5 for i in range(6)]
-    )
+    marks = [first * 2**i for i in range(int(span) + 1)] if is_log else [last * i / 5 for i in range(6)]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+            'font-size="12">'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for i in range(6):
@@ -63,13 +64,9 @@ def plot(
         for line in lines:
             places = [place(x, y) for x, y in line]
             path = " ".join(f"{u:.1f},{v:.1f}" for u, v in places)
-            parts.append(
-                f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-            )
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
             if is_log:  # few points, each a run of its own
-                parts += [
-                    f'<circle cx="{u:.1f}" cy="{v:.1f}" r="2.5" fill="{color}"/>' for u, v in places
-                ]
+                parts += [f'<circle cx="{u:.1f}" cy="{v:.1f}" r="2.5" fill="{color}"/>' for u, v in places]
         y = TOP + 20 * (i + 1)
         parts.append(
             f'<line x1="{width - 190}" y1="{y - 4}" x2="{width - 165}" y2="{y - 4}" stroke="{color}" stroke-width="2"/>'
@@ -77,7 +74,8 @@ def plot(
         parts.append(f'<text x="{width - 158}" y="{y}">{escape(name)}</text>')
     parts.append(
         f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>'
-        f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">{escape(y_label)}</text>'
+        f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" '
+        f'text-anchor="middle">{escape(y_label)}</text>'
     )
     return "\n".join([*parts, "</svg>", ""])
 

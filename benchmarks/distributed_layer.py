@@ -7,13 +7,14 @@ Every rank has the same number of tokens, one thread, and all E experts between 
 system, of all threads of the rank's process): ranks that share cores wait for one another, and their wall time says
 more about the machine. Contenders, all with the same weights:
 
-* expertmesh: `MoELayer` with `spread_experts`, all tokens to the ranks of their experts; on one rank the layer as it is.
+* expertmesh: `MoELayer` with `spread_experts`, all tokens to the ranks of their experts; on one rank the layer as it
+  is.
 * DeepSpeed MoE, dropless: `drop_tokens=False`, `ep_size` = ranks. The same result as ours, so the one to compare with.
 * DeepSpeed MoE, capacity 1.0: its default. Less work than ours, since it drops rows (column "dropped").
 
-DeepSpeed's second choice is not sampled (`top2_2nd_expert_sampling=False`), so that all choose the same experts. No side sums the
-gradients of the router over ranks. Routings: as random tokens come, and with the fullest expert at twice the mean, which
-is what `gpt-moe-demo` has at its end (column `load_imbalance` of its metrics).
+DeepSpeed's second choice is not sampled (`top2_2nd_expert_sampling=False`), so that all choose the same experts. No
+side sums the gradients of the router over ranks. Routings: as random tokens come, and with the fullest expert at twice
+the mean, which is what `gpt-moe-demo` has at its end (column `load_imbalance` of its metrics).
 """
 
 import statistics
@@ -41,9 +42,12 @@ from benchmarks.race.peers import versions
 from tests.support.ranks import RankPool
 
 NOTE = (
-    "Median of rounds, in which all contenders on all numbers of ranks take turns; a new batch, and so a new routing, in every "
-    "round; before each timed step one that is not timed. CPU time is the mean of the ranks, wall time that of the last rank. `of one "
-    "rank's`: CPU time per token relative to the same contender on one rank. `MB sent` is what a rank hands to others in "
+    "Median of rounds, in which all contenders on all numbers of ranks take turns; a new batch, and so a new routing, "
+    "in every "
+    "round; before each timed step one that is not timed. CPU time is the mean of the ranks, wall time that of the "
+    "last rank. `of one "
+    "rank's`: CPU time per token relative to the same contender on one rank. `MB sent` is what a rank hands to others "
+    "in "
     "forward and backward. Freed memory stays with the process, as in our trainer (for all contenders)."
 )
 
@@ -62,12 +66,8 @@ def rows_of(
     cpu, wall = {}, {}
     for n, rounds in samples.items():
         for name in names:
-            cpu[n, name] = statistics.median(
-                statistics.mean(rank[name].cpu_s for rank in ranks) for ranks in rounds
-            )
-            wall[n, name] = statistics.median(
-                max(rank[name].wall_s for rank in ranks) for ranks in rounds
-            )
+            cpu[n, name] = statistics.median(statistics.mean(rank[name].cpu_s for rank in ranks) for ranks in rounds)
+            wall[n, name] = statistics.median(max(rank[name].wall_s for rank in ranks) for ranks in rounds)
     fewest = min(samples)
     return [
         {
@@ -106,12 +106,8 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> str:
                 "dtype": key[1],
                 "fullest / mean": key[2],
                 "ours, of one rank's": _by_ranks(of(OURS, "of one rank's")),
-                "faster than DeepSpeed, dropless": _by_ranks(
-                    of(DROPLESS, "expertmesh is faster by")
-                ),
-                "faster than DeepSpeed, capacity 1.0": _by_ranks(
-                    of(CAPACITY, "expertmesh is faster by")
-                ),
+                "faster than DeepSpeed, dropless": _by_ranks(of(DROPLESS, "expertmesh is faster by")),
+                "faster than DeepSpeed, capacity 1.0": _by_ranks(of(CAPACITY, "expertmesh is faster by")),
             }
         )
     return markdown_table(lines)
@@ -178,9 +174,7 @@ def main(
             peers = (DROPLESS, CAPACITY) if activation == "gelu" and "deepspeed" in found else ()
             for dtype in dtypes:
                 for imbalance in imbalances:
-                    case = Case(
-                        tokens, dim, hidden_dim, num_experts, top_k, activation, DTYPES[dtype]
-                    )
+                    case = Case(tokens, dim, hidden_dim, num_experts, top_k, activation, DTYPES[dtype])
                     work = Workload(case, imbalance or None, peers)
                     table += measure(work, pools, rounds)
                     write_report(

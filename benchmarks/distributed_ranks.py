@@ -1,4 +1,5 @@
-"""What the ranks of `benchmarks.distributed_layer` do: build the layers, check them against one process, time a round."""
+"""What the ranks of `benchmarks.distributed_layer` do: build the layers, check them against one process, time a
+round."""
 
 import functools
 import time
@@ -108,8 +109,7 @@ def _prepared(work: Workload) -> tuple[dict[str, _Contender], list[Tensor], Tens
         found[name] = _Contender(moe, moe, moe.moved)
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     batches = [
-        (torch.randn(case.num_tokens, case.dim, generator=generator) + shift).to(case.dtype)
-        for _ in range(NUM_BATCHES)
+        (torch.randn(case.num_tokens, case.dim, generator=generator) + shift).to(case.dtype) for _ in range(NUM_BATCHES)
     ]
     return (
         found,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.engine                    # on one random Qwen3-MoE of 225 M parameters, BF16
 
-Each contender has a process of its own with the same weights; all take turns, so that a busy machine is as busy for each of
-them, and only the ratios of one run mean something. Each turn begins with a prompt that is not timed. Decoding is the time of
-129 tokens less that of 1; the mixed load is 32 requests at once, of which half begin with the same 256 tokens.
+Each contender has a process of its own with the same weights; all take turns, so that a busy machine is as busy for
+each of them, and only the ratios of one run mean something. Each turn begins with a prompt that is not timed. Decoding
+is the time of 129 tokens less that of 1; the mixed load is 32 requests at once, of which half begin with the same 256
+tokens.
 """
 
 import json
@@ -61,7 +62,8 @@ class Contender:
 
 
 def write_model(path: Path, **sizes: int) -> None:
-    """Write a random Qwen3-MoE with 8 layers, D = 512, F = 512, 32 experts and K = 4, or other sizes, wide enough that routing is not flat."""
+    """Write a random Qwen3-MoE with 8 layers, D = 512, F = 512, 32 experts and K = 4, or other sizes, wide enough that
+    routing is not flat."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -134,9 +136,7 @@ def _scores_of(model: Any) -> Callable[[list[int]], list[float]]:
 def _transformers(path: str) -> Contender:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, experts_implementation="grouped_mm"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="grouped_mm").eval()
     model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
@@ -169,9 +169,7 @@ def _continuous(path: str) -> Contender:
         attn_implementation="sdpa",
     ).eval()
     manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=2048
-        ),
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=2048),
         continuous_batching_config=ContinuousBatchingConfig(
             num_blocks=128, max_batch_tokens=2048, allow_block_sharing=True
         ),
@@ -181,8 +179,7 @@ def _continuous(path: str) -> Contender:
     def run(prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], list[float]]:
         began = _now()
         names = [
-            manager.add_request(list(p), max_new_tokens=n, streaming=True)
-            for p, n in zip(prompts, new, strict=True)
+            manager.add_request(list(p), max_new_tokens=n, streaming=True) for p, n in zip(prompts, new, strict=True)
         ]
         first: dict[str, float] = {}
         found: dict[str, list[int]] = {}
@@ -225,12 +222,8 @@ def _work(pipe: Connection, name: str, path: str, threads: int, clock: Clock) ->
 
 
 def sample(contender: Contender, load: str, seed: int) -> Sample:
-    rng = random.Random(
-        f"{load} {seed}"
-    )  # whose prompts no other load begins with, as caches keep prefixes
-    contender.run(
-        [_ids(rng, 1024)], [2]
-    )  # untimed: what has waited for minutes has its memory away
+    rng = random.Random(f"{load} {seed}")  # whose prompts no other load begins with, as caches keep prefixes
+    contender.run([_ids(rng, 1024)], [2])  # untimed: what has waited for minutes has its memory away
     if load == "prefill":
         seconds = []
         for _ in range(PROMPTS):
@@ -298,9 +291,7 @@ def main(
         pipes: dict[str, Connection] = {}
         for one in contenders:
             pipes[one], end = context.Pipe()
-            context.Process(
-                target=_work, args=(end, one, str(model), threads, clock), daemon=True
-            ).start()
+            context.Process(target=_work, args=(end, one, str(model), threads, clock), daemon=True).start()
             pipes[one].recv()
         found = _measured(pipes, loads, rounds)
         for pipe in pipes.values():
@@ -314,7 +305,11 @@ def main(
         title="The engine and transformers on a random Qwen3-MoE (8 layers, D=512, F=512, E=32, K=4, BF16)",
         command=f"python -m benchmarks.engine --rounds {rounds} --threads {threads} --clock {clock}",
         notes=[
-            "Tokens per second, medians of rounds in which all take turns; `first token`: median of the mixed load's requests."
+            (
+                "Tokens per second, medians of rounds in which all take turns; `first token`: median of the mixed "
+                "load's "
+                "requests."
+            )
         ],
         around=circumstances(clock=clock, peers={"transformers": _version()}),
         rows=rows,
@@ -332,16 +327,12 @@ def _asked(pipe: Connection, *what: Any) -> Any:
     return pipe.recv()
 
 
-def _measured(
-    pipes: dict[str, Connection], loads: tuple[str, ...], rounds: int
-) -> dict[str, dict[str, list[Sample]]]:
+def _measured(pipes: dict[str, Connection], loads: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Sample]]]:
     ids = _ids(random.Random(1), 64)
     scores = {name: torch.tensor(_asked(pipe, "scores", ids, 0)) for name, pipe in pipes.items()}
     for name, own in scores.items():
         checked(name, lambda own=own: _all_alike(own, next(iter(scores.values()))))
-    found: dict[str, dict[str, list[Sample]]] = {
-        load: {name: [] for name in pipes} for load in loads
-    }
+    found: dict[str, dict[str, list[Sample]]] = {load: {name: [] for name in pipes} for load in loads}
     for number in range(-1, rounds):  # the first one warms up
         for load in loads:
             for name, pipe in pipes.items():
@@ -353,7 +344,8 @@ def _measured(
 
 
 def _all_alike(own: torch.Tensor, other: torch.Tensor) -> None:
-    """Logprobs that are of the same weights: they differ by what BF16 rounds, which may change an expert here and there."""
+    """Logprobs that are of the same weights: they differ by what BF16 rounds, which may change an expert here and
+    there."""
     assert (own - other).abs().median() < 0.1, f"logprobs {own} and {other}"
 
 

@@ -1,12 +1,13 @@
-"""Exact reinforcement learning: rollouts against training in every update, and what is learned; writes docs/results/rl.md.
+"""Exact reinforcement learning: rollouts against training in every update, and what is learned; writes
+docs/results/rl.md.
 
     python -m benchmarks.exact_rl FOLDER [ARM ...]
 
-Three digits are sorted. The base is a tiny mixture that has seen the right answers to half of all triples for a short while; GRPO
-begins with it, on other triples, and those held out are in neither. A reward is the share of places with the right digit; an update
-is one step of `expertmesh train`. Arms: all weights (`full`), adapters (`lora`), and both as others compute, in BF16
-without batch-invariant arithmetic, routers free and nothing corrected (`free`, `lora_free`). Started again, runs go on where they stopped; the page is
-written when all arms are done.
+Three digits are sorted. The base is a tiny mixture that has seen the right answers to half of all triples for a short
+while; GRPO begins with it, on other triples, and those held out are in neither. A reward is the share of places with
+the right digit; an update is one step of `expertmesh train`. Arms: all weights (`full`), adapters (`lora`), and both as
+others compute, in BF16 without batch-invariant arithmetic, routers free and nothing corrected (`free`, `lora_free`).
+Started again, runs go on where they stopped; the page is written when all arms are done.
 """
 
 import itertools
@@ -36,7 +37,10 @@ ARMS = {
         "adapters of rank 16, not exact, BF16",
         25,
         "0,1,2",
-        "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3 --rl.exact false --rl.replay-routing false --train.dtype bfloat16",
+        (
+            "--adapter.kind lora --adapter.rank 16 --optim.lr 2e-3 --rl.exact false --rl.replay-routing false "
+            "--train.dtype bfloat16"
+        ),
     ),
 }
 HEAD = """# Exact reinforcement learning
@@ -52,12 +56,12 @@ updates. Accuracy: all three places right, greedy answers to 214 triples in neit
 
 | what learns | seed | updates | sampled reward, first and last | accuracy before and after | largest difference |
 |---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 TAIL = """
 The rows "not exact" are how others compute: the same model, rounded in BF16, its experts chosen again in training and
 nothing corrected. Their differences, in nats, are what importance weights correct elsewhere; the others have none to correct.
 The arms were run with two versions of the kernels, so that their bases differ by rounding, and by 0.02 in accuracy.
-"""
+"""  # noqa: E501
 
 
 BASE_STEPS = 85
@@ -117,14 +121,10 @@ def policy(folder: Path, name: str, updates: int, seed: int, more: list[str]) ->
         --data.path {folder}/prompts.jsonl
         --reward.functions {folder}/rewards.py:places,{folder}/rewards.py:sorted_right:0"""
     words = [*given.split(), *more]
-    options = dict(
-        zip(words[::2], words[1::2], strict=True)
-    )  # a later one takes an earlier one's place
+    options = dict(zip(words[::2], words[1::2], strict=True))  # a later one takes an earlier one's place
     named = [word for pair in options.items() for word in pair]
     lines = train(folder, name, [str(folder / "base"), *named])
-    accuracies = [
-        (line["step"], line["eval_reward_sorted_right"]) for line in lines if "eval_loss" in line
-    ]
+    accuracies = [(line["step"], line["eval_reward_sorted_right"]) for line in lines if "eval_loss" in line]
     return {
         "seed": seed,
         "updates": lines[-1]["step"],

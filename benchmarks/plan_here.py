@@ -1,9 +1,10 @@
-"""Predictions on this machine against runs: 12 small models on 1, 2 and 4 gloo ranks, after doctor --cluster and bench comm.
+"""Predictions on this machine against runs: 12 small models on 1, 2 and 4 gloo ranks, after doctor --cluster and bench
+comm.
 
     python -m benchmarks.plan_here --output benchmarks/results/plan_here_cpu_202611.json
 
-Other programs may compute beside it, so that times are CPU seconds of a rank's thread, with more ranks than cores times their ratio: the
-wall time of a machine that does nothing else, but for waiting. Wall times stand beside them.
+Other programs may compute beside it, so that times are CPU seconds of a rank's thread, with more ranks than cores times
+their ratio: the wall time of a machine that does nothing else, but for waiting. Wall times stand beside them.
 """
 
 import argparse
@@ -109,9 +110,7 @@ def work(path):
         began = time.process_time()
         em.train(config_of(name, folder / f"run{steps}").updated(changes), quiet=True)
         cpu.append(time.process_time() - began)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         short = {"train.steps": 2, "optim.warmup_steps": 1}
         em.train(config_of(name, folder / "short").updated(short), quiet=True)
     if os.environ.get("RANK", "0") == "0":
@@ -179,9 +178,7 @@ def main():
     errors = [abs(row["error"]) for row in found]
     memory = [abs(row["memory error"]) for row in found]
     print(markdown_table(found))
-    print(
-        f"\nmedian error of time {100 * median(errors):.0f} %, of memory {100 * median(memory):.0f} %"
-    )
+    print(f"\nmedian error of time {100 * median(errors):.0f} %, of memory {100 * median(memory):.0f} %")
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
 

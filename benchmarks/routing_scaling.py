@@ -5,9 +5,9 @@
 
     python -m benchmarks.routing_scaling --no-share           # without the layer of 3 GB
 
-Times the router, the choice, the maps (`route_metadata`), and the moves out and back (`permute`, `combine`) against T at
-fixed E, fits the slope of log(time) over log(T) and fails above 1.1; then the maps alone against one-hot + cumsum, and
-their share of a large layer's forward (E=256, K=8), which is at most 5%.
+Times the router, the choice, the maps (`route_metadata`), and the moves out and back (`permute`, `combine`) against T
+at fixed E, fits the slope of log(time) over log(T) and fails above 1.1; then the maps alone against one-hot + cumsum,
+and their share of a large layer's forward (E=256, K=8), which is at most 5%.
 """
 
 import math
@@ -56,16 +56,10 @@ def check(permute: Callable[..., Tensor] = permute) -> None:
     ids_TK = torch.randint(0, 64, (500, 2))
     metadata = route_metadata(ids_TK, 64)
     row_N, rows_E = one_hot_cumsum(ids_TK, 64)
-    assert torch.equal(metadata.row_of_slot_N.long(), row_N), (
-        "rows differ from those of one-hot + cumsum"
-    )
-    assert torch.equal(metadata.offsets_E.diff().long(), rows_E), (
-        "counts differ from those of one-hot + cumsum"
-    )
+    assert torch.equal(metadata.row_of_slot_N.long(), row_N), "rows differ from those of one-hot + cumsum"
+    assert torch.equal(metadata.offsets_E.diff().long(), rows_E), "counts differ from those of one-hot + cumsum"
     x_TD = torch.randn(500, 8)
-    assert torch.equal(combine(permute(x_TD, metadata), metadata, 2), 2 * x_TD), (
-        "moving rows changed them"
-    )
+    assert torch.equal(combine(permute(x_TD, metadata), metadata, 2), 2 * x_TD), "moving rows changed them"
 
 
 def routing_and_dispatch(num_tokens: int, dim: int, num_experts: int, top_k: int) -> Contender:
@@ -168,9 +162,7 @@ def main(
         clock=clock,
     )
     for timing in (maps, usual):
-        table.append(
-            {"what": f"{timing.name}, T=65536, E=64, K=2", "median ms": timing.median_s * 1e3}
-        )
+        table.append({"what": f"{timing.name}, T=65536, E=64, K=2", "median ms": timing.median_s * 1e3})
     speedup = usual.median_s / maps.median_s
     notes = [
         f"Slope of log(time) over log(T): {steepness:.3f} (at most {STEEPEST_SLOPE}).",

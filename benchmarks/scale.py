@@ -1,4 +1,5 @@
-"""Writes docs/results/scale.md: what the planner says of the seeds' largest claims. `python -m benchmarks.scale` prints it."""
+"""Writes docs/results/scale.md: what the planner says of the seeds' largest claims. `python -m benchmarks.scale` prints
+it."""
 
 from benchmarks.markdown import markdown_table
 from benchmarks.planner.claims import claims
@@ -17,22 +18,22 @@ Written by `python -m benchmarks.scale` from the planner ([planner.md](../planne
 between 0.74 and 1.35 times the predicted ones in three of four published rows of sources that nothing was fitted on, peaks of memory
 between 0.95 and 1.10 times in four of five.
 Prices are those of `costs/hardware.toml`.
-"""
+"""  # noqa: E501
 ON_THE_CARDS = """\
 ## 1.1 trillion parameters on 512 A100
 
 `gpt-1.1t`, an expert per layer and GPU, 6,144 sequences of 1,024 tokens per step, BF16. On the cards alone:"""
 ONLY_OURS = """\
 The first three are options of ours (`--optim.state-dtype`); fairseq's is what its optimizer would need. What fits 40 GB with FP32 states does so by less than one
-percent, below the error of the model: take 80 GB."""
+percent, below the error of the model: take 80 GB."""  # noqa: E501
 WITH_OFFLOAD = """\
 ## 3.5 trillion on 512, 400 billion on 64
 
 The best layout of a recipe's batch, with offload where nothing fits without. The host updates 1.28 billion parameters per second and node,
-as people measure; that is most of a step."""
+as people measure; that is most of a step."""  # noqa: E501
 LARGE_STEPS = """\
 At which batch "over 100 TFLOPS per GPU" is true: the update is paid once per step, so large steps reach it. (At memory speed: a host of
-300 GB/s that does nothing else.)"""
+300 GB/s that does nothing else.)"""  # noqa: E501
 BASES = """\
 ## Bases of 15 and 100 billion
 
@@ -40,7 +41,7 @@ Dense, as the search finds best: neither needs tensor parallelism, since ZeRO-3 
 SCALING = """\
 ## Near-linear scaling
 
-The base of `gpt-1.3b-moe128` with as many experts per layer as GPUs (A100-80), 8 sequences of 2,048 tokens per GPU and step."""
+The base of `gpt-1.3b-moe128` with as many experts per layer as GPUs (A100-80), 8 sequences of 2,048 tokens per GPU and step."""  # noqa: E501
 UPDATES = """\
 ## 200 billion on 256 A100, 20,000 updates in less than two days
 
@@ -48,7 +49,7 @@ UPDATES = """\
 SPEED_UPS = """\
 ## Speed-ups
 
-As `python -m benchmarks.planner --claims` prints them: one-hot dispatch of 2021 over sparse dispatch, both by the model."""
+As `python -m benchmarks.planner --claims` prints them: one-hot dispatch of 2021 over sparse dispatch, both by the model."""  # noqa: E501
 ADAM_AT_MEMORY_SPEED = 300e9 / 28 / 8
 """Parameters per second and rank that a host of 300 GB/s updates for 8 ranks, if memory were all that limits it."""
 
@@ -102,9 +103,7 @@ def offloaded(name, gpus):
     for device in ("a100-40", "a100-80", "h100"):
         cluster = find_cluster(f"{device}x{gpus}")
         row = tried(name, cluster)
-        rows.append(
-            {"cluster": f"{gpus} x {device}", **row, "host has": f"{cluster.host.memory_gib:g}"}
-        )
+        rows.append({"cluster": f"{gpus} x {device}", **row, "host has": f"{cluster.host.memory_gib:g}"})
     return rows
 
 

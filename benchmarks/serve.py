@@ -2,9 +2,10 @@
 
     python -m benchmarks.serve /tmp/peers/models/m-bf16
 
-The same requests go to an engine in this process and to a server process, in turns. The clients run in this process; the CPU
-time that they take is subtracted from the server's seconds, as it is not the server's. On a machine that others use, too, only
-the ratio of CPU times means something: all that the server's process takes, its event loop included, beside what the engine's takes.
+The same requests go to an engine in this process and to a server process, in turns. The clients run in this process;
+the CPU time that they take is subtracted from the server's seconds, as it is not the server's. On a machine that others
+use, too, only the ratio of CPU times means something: all that the server's process takes, its event loop included,
+beside what the engine's takes.
 """
 
 import argparse
@@ -24,10 +25,7 @@ from expertmesh.serve.load_client import bodies, drive, table
 
 def alone(engine: Engine, requests: list[dict]) -> tuple[int, float]:
     """Tokens and seconds of an engine without a server."""
-    params = [
-        SamplingParams(max_tokens=one["max_tokens"], ignore_eos=True, seed=one["seed"])
-        for one in requests
-    ]
+    params = [SamplingParams(max_tokens=one["max_tokens"], ignore_eos=True, seed=one["seed"]) for one in requests]
     begin = time.perf_counter()
     outputs = engine.generate([one["prompt"] for one in requests], params)
     return sum(len(one.token_ids) for one in outputs), time.perf_counter() - begin
@@ -62,16 +60,15 @@ def main() -> None:
             ratios.append(through / own)
             cpu_ratios.append(own_cpu / server_cpu)
             print(
-                f"round {number}: engine {own:.1f} tokens/s, through the server {through:.1f} (clients' {cpu:.1f} s of {wall:.1f} s "
+                f"round {number}: engine {own:.1f} tokens/s, through the server {through:.1f} (clients' {cpu:.1f} s "
+                f"of {wall:.1f} s "
                 f"subtracted; with them {tokens / wall:.1f}), ratio {ratios[-1]:.3f}; "
                 f"CPU {own_cpu:.2f} s alone, {server_cpu:.2f} s served, ratio {cpu_ratios[-1]:.3f}",
                 flush=True,
             )
             print(table(outcomes, wall), flush=True)
     medians = [statistics.median(found) for found in (ratios, cpu_ratios)]
-    print(
-        f"medians of {len(ratios)} rounds: by the clock {medians[0]:.3f}, by CPU time {medians[1]:.3f}"
-    )
+    print(f"medians of {len(ratios)} rounds: by the clock {medians[0]:.3f}, by CPU time {medians[1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Share of the server's CPU time that is not the engine's steps, with streaming clients: HTTP, JSON, event loop, delivery.
+"""Share of the server's CPU time that is not the engine's steps, with streaming clients: HTTP, JSON, event loop,
+delivery.
 
     python -m benchmarks.serve_cpu /tmp/peers/models/m-bf16 --concurrency 64
 
-The server is a process whose engine adds up the CPU time of its steps, on one thread; all else that the process takes, every thread of
-it, is outside. CPU time, because other work on a machine counts little in it. A first round warms up.
+The server is a process whose engine adds up the CPU time of its steps, on one thread; all else that the process takes,
+every thread of it, is outside. CPU time, because other work on a machine counts little in it. A first round warms up.
 """
 
 import argparse
@@ -59,7 +60,8 @@ def main() -> None:
             tokens = sum(one.num_tokens for one in outcomes)
             share = 1 - steps / whole
             print(
-                f"round {number}{' (warms up)' if number == 0 else ''}: {tokens} tokens in {wall:.1f} s; CPU {whole:.2f} s, steps "
+                f"round {number}{' (warms up)' if number == 0 else ''}: {tokens} tokens in {wall:.1f} s; CPU "
+                f"{whole:.2f} s, steps "
                 f"{steps:.2f} s, outside {100 * share:.1f} %, {1e6 * (whole - steps) / tokens:.0f} us per token",
                 flush=True,
             )

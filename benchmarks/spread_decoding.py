@@ -2,9 +2,9 @@
 
     python -m benchmarks.spread_decoding                    # one process, and 2 ranks of gloo on this machine
 
-Every rank has one thread, and all generate the same tokens; a model of random weights (it only has to read them). Times are wall
-times of one token of all sequences, the last rank's, after the prompts; they mean something on a quiet machine only. CPU time is
-of a rank's process, and has what it waits for the others in it where gloo polls.
+Every rank has one thread, and all generate the same tokens; a model of random weights (it only has to read them). Times
+are wall times of one token of all sequences, the last rank's, after the prompts; they mean something on a quiet machine
+only. CPU time is of a rank's process, and has what it waits for the others in it where gloo polls.
 """
 
 import functools
@@ -82,9 +82,7 @@ def _model(setting: Setting, es_degree: int | None) -> GPT:
     return model.eval()
 
 
-def decode(
-    setting: Setting, es_degree: int | None, num_threads: int
-) -> tuple[list[list[int]], float, float, int]:
+def decode(setting: Setting, es_degree: int | None, num_threads: int) -> tuple[list[list[int]], float, float, int]:
     """The tokens, wall and CPU seconds of one of them, and bytes of this rank's parameters."""
     torch.set_num_threads(num_threads)
     model = _model(setting, es_degree)
@@ -147,7 +145,7 @@ def main(
     rows: list[dict[str, Any]] = []
     try:
         for batch_size in batches:
-            setting = Setting(dim, hidden_dim, num_experts, top_k, layers, DTYPES[dtype], batch_size, tokens)  # fmt: skip
+            setting = Setting(dim, hidden_dim, num_experts, top_k, layers, DTYPES[dtype], batch_size, tokens)
             times: dict[str, list[list[Any]]] = {arm: [] for arm in arms}
             for _ in range(rounds):
                 for arm, (n, es_degree, threads) in arms.items():
@@ -163,9 +161,7 @@ def main(
         title=f"Decoding on several ranks of one machine, gloo (D={dim}, F={hidden_dim}, E={num_experts}, K={top_k}, "
         f"{layers} layers, {dtype})",
         command=f"python -m benchmarks.spread_decoding --rounds {rounds}",
-        notes=[
-            "Medians of rounds in which all take turns; `relative`: to one process with one thread."
-        ],
+        notes=["Medians of rounds in which all take turns; `relative`: to one process with one thread."],
         around=around,
         rows=rows,
     )
@@ -178,10 +174,7 @@ def _all_alike(rounds: list[list[Any]]) -> None:
 
 
 def _rows(batch_size: int, times: dict[str, list[list[Any]]]) -> list[dict[str, Any]]:
-    wall = {
-        arm: statistics.median(max(rank[1] for rank in ranks) for ranks in found)
-        for arm, found in times.items()
-    }
+    wall = {arm: statistics.median(max(rank[1] for rank in ranks) for ranks in found) for arm, found in times.items()}
     first = next(iter(wall.values()))
     return [
         {
@@ -189,8 +182,7 @@ def _rows(batch_size: int, times: dict[str, list[list[Any]]]) -> list[dict[str, 
             "arm": arm,
             "ms per token": 1e3 * wall[arm],
             "relative": wall[arm] / first,
-            "CPU ms of a rank": 1e3
-            * statistics.median(statistics.mean(rank[2] for rank in ranks) for ranks in found),
+            "CPU ms of a rank": 1e3 * statistics.median(statistics.mean(rank[2] for rank in ranks) for ranks in found),
             "MB of weights per rank": found[0][0][3] / 1e6,
         }
         for arm, found in times.items()

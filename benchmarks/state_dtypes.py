@@ -111,11 +111,7 @@ def losses(options: Losses) -> None:
             found[state_dtype, seed] = result.evaluation["loss"]
             print(name, round(found[state_dtype, seed], 4), f"{result.seconds:.0f} s", flush=True)
     for state_dtype in TYPES[1:]:
-        pairs = [
-            found[state_dtype, s] - found["float32", s]
-            for s in range(options.seeds)
-            if (state_dtype, s) in found
-        ]
+        pairs = [found[state_dtype, s] - found["float32", s] for s in range(options.seeds) if (state_dtype, s) in found]
         if pairs:
             told = ", ".join(f"{p:+.4f}" for p in pairs)
             print(f"{state_dtype} less float32: mean {statistics.mean(pairs):+.4f} ({told})")
@@ -137,9 +133,7 @@ def times(options: Times) -> None:
     for state_dtype, (*_, optimizer) in arms.items():
         marks: list[float] = []
         optimizer.register_step_pre_hook(lambda *_, m=marks: m.append(time.process_time()))
-        optimizer.register_step_post_hook(
-            lambda *_, m=marks, n=state_dtype: own[n].append(time.process_time() - m[-1])
-        )
+        optimizer.register_step_post_hook(lambda *_, m=marks, n=state_dtype: own[n].append(time.process_time() - m[-1]))
     for step in range(options.rounds + 1):
         for state_dtype, (task, precision, data, model, optimizer) in arms.items():
             batch = data.batch(step * options.batch_size, options.batch_size)
@@ -161,8 +155,7 @@ def times(options: Times) -> None:
 def main() -> None:
     """Command line."""
     found = tyro.cli(
-        Annotated[Losses, tyro.conf.subcommand("losses")]
-        | Annotated[Times, tyro.conf.subcommand("times")]
+        Annotated[Losses, tyro.conf.subcommand("losses")] | Annotated[Times, tyro.conf.subcommand("times")]
     )
     losses(found) if isinstance(found, Losses) else times(found)
 

@@ -3,14 +3,15 @@
     python -m benchmarks.threads                        # as the machine is, and with a busy loop on each core
     python -m benchmarks.threads --rounds 7 --what decode
 
-Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, by a model of `gpt-moe-demo` after two steps), each as a command of its own: by
-default, and with every number of threads set by hand (OMP_NUM_THREADS, which also has the default's way of waiting). The
-commands take turns, so that what else runs on the machine meets all of them. Tokens per second are those that the program prints,
-or of decoding the tokens of the whole command without what a command of one token for each prompt takes. Each number is printed when it is there,
-and a table that has had its minutes begins no other round.
+Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, by a model of `gpt-moe-demo` after two
+steps), each as a command of its own: by default, and with every number of threads set by hand (OMP_NUM_THREADS, which
+also has the default's way of waiting). The commands take turns, so that what else runs on the machine meets all of
+them. Tokens per second are those that the program prints, or of decoding the tokens of the whole command without what a
+command of one token for each prompt takes. Each number is printed when it is there, and a table that has had its
+minutes begins no other round.
 
-What it checks: with a busy loop on each core the default is at least 0.8 x the best number; else it takes the number with the best median, or one
-whose median lies within the spread of the best.
+What it checks: with a busy loop on each core the default is at least 0.8 x the best number; else it takes the number
+with the best median, or one whose median lies within the spread of the best.
 """
 
 import argparse
@@ -28,14 +29,13 @@ from statistics import median
 SPIN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 LEAST = 0.8
 _PROMPTS, _TOKENS = 8, 100
-"""Prompts of a command, one after another, and tokens of an answer: seconds of decoding, beside which those of the start are few."""
+"""Prompts of a command, one after another, and tokens of an answer: seconds of decoding, beside which those of the
+start are few."""
 
 
 def command(*words: str, threads: int | None) -> str:
     """What a command of expertmesh prints, on both streams."""
-    env = {
-        n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))
-    }
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     done = subprocess.run(
@@ -96,11 +96,7 @@ def decode(folder: Path, recipe: str, threads: int | None) -> tuple[float, str]:
 def busy(number: int) -> Iterator[None]:
     """A busy loop on each core."""
     cores = sorted(os.sched_getaffinity(0))
-    loops = [
-        subprocess.Popen([sys.executable, "-c", SPIN, str(core)])
-        for core in cores
-        for _ in range(number)
-    ]
+    loops = [subprocess.Popen([sys.executable, "-c", SPIN, str(core)]) for core in cores for _ in range(number)]
     try:
         yield
     finally:
@@ -113,26 +109,18 @@ def main() -> None:
     """Prints a table for each kind of work and each state of the machine."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--what", choices=["test", "demo", "decode"], nargs="+", default=["test", "demo", "decode"]
-    )
-    parser.add_argument(
-        "--loops", type=int, nargs="+", default=[0, 1], help="busy loops on each core"
-    )
+    parser.add_argument("--what", choices=["test", "demo", "decode"], nargs="+", default=["test", "demo", "decode"])
+    parser.add_argument("--loops", type=int, nargs="+", default=[0, 1], help="busy loops on each core")
     parser.add_argument("--steps", type=int, default=60, help="of gpt-moe-test")
     parser.add_argument("--demo-steps", type=int, default=10)
-    parser.add_argument(
-        "--minutes", type=float, default=4, help="of each table, after which no round begins"
-    )
+    parser.add_argument("--minutes", type=float, default=4, help="of each table, after which no round begins")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     numbers = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < cores] + [cores]
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         (folder / "text.txt").write_text(
-            "".join(
-                f"the quick brown fox number {i} jumps over {7 * i} dogs\n" for i in range(60_000)
-            )
+            "".join(f"the quick brown fox number {i} jumps over {7 * i} dogs\n" for i in range(60_000))
         )
         work = {
             "test": lambda n: train(folder, "gpt-moe-test", options.steps, n),
@@ -174,16 +162,13 @@ def measure(work, numbers, rounds, minutes, loops) -> None:
         print(f"  {name(n):>7}  {median(found):10,.1f} tokens/s  {spread}")
     ratio = median(rates[None]) / median(rates[best])
     print(
-        f"  default / best ({best}): {ratio:.2f}"
-        + (f", at least {LEAST}: {ratio >= LEAST}" if loops else ""),
+        f"  default / best ({best}): {ratio:.2f}" + (f", at least {LEAST}: {ratio >= LEAST}" if loops else ""),
         flush=True,
     )
     if not loops and "?" not in taken:
         spread = min(rates[best])
         good = all(int(n) == best or median(rates[int(n)]) >= spread for n in taken)
-        print(
-            f"  the number taken has the best median, or one within its spread: {good}", flush=True
-        )
+        print(f"  the number taken has the best median, or one within its spread: {good}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python -m benchmarks.trainer                              # gpt-moe-demo, all threads, wall time
     python -m benchmarks.trainer --threads 1 --clock cpu      # the same where other work shares the machine
 
-Every contender trains on the same batches, in turn: forward, loss, balance loss, backward, clipping, AdamW (fused), learning rate.
-Ours is `training_step`, what `expertmesh train` calls. The peers are the loop that a user of transformers writes, with
-scaled_dot_product_attention, by `experts_implementation` and by how they keep BF16:
+Every contender trains on the same batches, in turn: forward, loss, balance loss, backward, clipping, AdamW (fused),
+learning rate. Ours is `training_step`, what `expertmesh train` calls. The peers are the loop that a user of
+transformers writes, with scaled_dot_product_attention, by `experts_implementation` and by how they keep BF16:
 
-* autocast: FP32 weights, the forward under `torch.autocast` (ours does this). transformers' grouped_mm and batched_mm then
-  multiply in FP32, because the operators behind them know nothing of autocast.
-* FP32 copy: a BF16 model, and FP32 weights that the optimizer updates and that are copied into the model after each step.
-* pure: a BF16 model and a BF16 optimizer state. Cheaper, and another result: updates smaller than 1/256 of a weight are lost.
+* autocast: FP32 weights, the forward under `torch.autocast` (ours does this). transformers' grouped_mm and batched_mm
+  then multiply in FP32, because the operators behind them know nothing of autocast.
+* FP32 copy: a BF16 model, and FP32 weights that the optimizer updates and that are copied into the model after each
+  step.
+* pure: a BF16 model and a BF16 optimizer state. Cheaper, and another result: updates smaller than 1/256 of a weight are
+  lost.
 """
 
 import math
@@ -49,7 +51,8 @@ NEAR_UNIFORM = 0.1
 """A fresh model's loss may differ from the expected one by this much."""
 NOTE = (
     "Peers: AdamW (fused), clipping, schedule, balance loss, scaled_dot_product_attention. "
-    "Ours also normalises queries and keys where the recipe says so. Before each timed step a contender does three that are not timed."
+    "Ours also normalises queries and keys where the recipe says so. Before each timed step a contender does three "
+    "that are not timed."
 )
 UNTIMED = 3
 """Steps before each timed one."""
@@ -92,32 +95,22 @@ class Trainee:
 
 def ours(config: GPTRunConfig, dtype: str) -> Trainee:
     """The trainer's own step with the trainer's own model, optimizer, precision and schedule."""
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"dtype": dtype, "device": "cpu"})}
-    )
+    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype, "device": "cpu"})})
     precision = resolve_precision(config.train)
     task = GPTTask(config)
     model = task.builder.build(device="cpu", dtype=precision.master_dtype)
     optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
     scaler = precision.scaler()
-    norms = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if name.endswith(("q_norm.weight", "k_norm.weight"))
-    )
+    norms = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight")))
     trainee: Trainee
 
     def step(batch: Batch) -> float:
         number = len(trainee.losses)
         lr = learning_rate(number, total_steps=config.train.steps, config=config.optim)
         set_learning_rate(optimizer, lr)
-        return training_step(
-            task, model, optimizer, scaler, batch, step=number, precision=precision
-        ).loss
+        return training_step(task, model, optimizer, scaler, batch, step=number, precision=precision).loss
 
-    total = (
-        sum(p.numel() for p in model.parameters()) - norms
-    )  # transformers' Mixtral has no query-key norm
+    total = sum(p.numel() for p in model.parameters()) - norms  # transformers' Mixtral has no query-key norm
     trainee = Trainee("expertmesh", dtype, total, step)
     return trainee
 
@@ -132,15 +125,8 @@ def make_mixtral(config: GPTRunConfig, implementation: str) -> nn.Module:
 
     model = config.model
     experts = set(model.experts_per_layer())
-    if (
-        len(experts) != 1
-        or 0 in experts
-        or model.activation != "swiglu"
-        or model.moe.num_shared_experts
-    ):
-        raise ValueError(
-            "a Mixtral has SwiGLU experts, equally many in every layer, and no other; use another recipe"
-        )
+    if len(experts) != 1 or 0 in experts or model.activation != "swiglu" or model.moe.num_shared_experts:
+        raise ValueError("a Mixtral has SwiGLU experts, equally many in every layer, and no other; use another recipe")
     mixtral = MixtralConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.dim,
@@ -187,9 +173,7 @@ def peer(config: GPTRunConfig, implementation: str, dtype: str, mode: str) -> Tr
     steps = config.train.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: (
-            learning_rate(min(step, steps - 1), total_steps=steps, config=optim) / optim.lr
-        ),
+        lambda step: learning_rate(min(step, steps - 1), total_steps=steps, config=optim) / optim.lr,
     )
 
     def step(batch: Batch) -> float:
@@ -199,11 +183,7 @@ def peer(config: GPTRunConfig, implementation: str, dtype: str, mode: str) -> Tr
         with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext():
             output = model(input_ids=ids_BS)
             loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets_BS.flatten())
-            total = (
-                loss
-                if output.aux_loss is None
-                else loss + model.router_aux_loss_coef * output.aux_loss
-            )
+            total = loss if output.aux_loss is None else loss + model.router_aux_loss_coef * output.aux_loss
         total.backward()
         if mode == "FP32 copy":
             for copy, parameter in zip(kept, model.parameters(), strict=True):
@@ -220,9 +200,7 @@ def peer(config: GPTRunConfig, implementation: str, dtype: str, mode: str) -> Tr
     return Trainee(how, dtype, num_parameters, step, keeps_fp32=mode != "pure")
 
 
-def make_trainees(
-    config: GPTRunConfig, dtype: str, implementations: tuple[str, ...]
-) -> list[Trainee]:
+def make_trainees(config: GPTRunConfig, dtype: str, implementations: tuple[str, ...]) -> list[Trainee]:
     """All that train in this precision: ours first."""
     modes = ("plain",) if dtype == "float32" else ("autocast", "FP32 copy", "pure")
     peers = [
@@ -256,12 +234,8 @@ def check(trainees: list[Trainee], batches: list[Batch], expected: float) -> Non
         assert abs(first - expected) < NEAR_UNIFORM, (
             f"{trainee.name} starts at a loss of {first:.3f}, a fresh model has {expected:.3f}"
         )
-        assert all(map(math.isfinite, trainee.losses)), (
-            f"{trainee.name} has a loss that is not finite"
-        )
-        assert len(trainee.losses) == 1 or last < first, (
-            f"{trainee.name} does not learn: {first:.3f} to {last:.3f}"
-        )
+        assert all(map(math.isfinite, trainee.losses)), f"{trainee.name} has a loss that is not finite"
+        assert len(trainee.losses) == 1 or last < first, f"{trainee.name} does not learn: {first:.3f} to {last:.3f}"
 
 
 def as_contender(trainee: Trainee, batches: list[Batch]) -> Contender:
@@ -301,9 +275,7 @@ def compare(trainees: list[Trainee], timings: list[Timing]) -> Comparison:
     return Comparison(by_name[trainees[0].name], min(equals, key=lambda timing: timing.median_s))
 
 
-def rows_of(
-    trainees: list[Trainee], timings: list[Timing], num_tokens: int
-) -> list[dict[str, Any]]:
+def rows_of(trainees: list[Trainee], timings: list[Timing], num_tokens: int) -> list[dict[str, Any]]:
     """Give table rows of one precision."""
     base = timings[0].median_s
     return [
@@ -349,7 +321,8 @@ def main(
         threads: of PyTorch; 0: its default.
         clock: wall, or cpu (one thread's CPU time).
         rounds: timed steps.
-        check_steps: steps of the check, which are the warm-up too: ours meets most of its row counts for the first time there.
+        check_steps: steps of the check, which are the warm-up too: ours meets most of its row counts for the first time
+            there.
         dtypes: float32, bfloat16.
         implementations: of transformers' experts.
         name: of the result files.
@@ -365,9 +338,7 @@ def main(
     size = config.train.batch_size
     batches = [data.batch(i * size, size) for i in range(check_steps + rounds + 1)]
     around = circumstances(clock=clock, peers={"transformers": transformers.__version__})
-    notes = [
-        f"`{recipe}`: {describe(config)}. Medians over interleaved steps on the same batches. {NOTE}"
-    ]
+    notes = [f"`{recipe}`: {describe(config)}. Medians over interleaved steps on the same batches. {NOTE}"]
     table: list[dict[str, Any]] = []
     for dtype in dtypes:
         trainees = make_trainees(config, dtype, implementations)
@@ -402,9 +373,7 @@ def check_finite(trainees: list[Trainee]) -> None:
         AssertionError: one had.
     """
     for trainee in trainees:
-        assert all(map(math.isfinite, trainee.losses)), (
-            f"{trainee.name} has a loss that is not finite"
-        )
+        assert all(map(math.isfinite, trainee.losses)), f"{trainee.name} has a loss that is not finite"
 
 
 if __name__ == "__main__":

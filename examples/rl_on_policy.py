@@ -2,10 +2,10 @@
 
     python examples/rl_on_policy.py [updates 60] [seed 0]
 
-The task: continue a digit with four tokens, all of which repeat it; the reward is the share that does. Several answers to
-a prompt are compared with one another (Shao et al. 2024, arXiv 2402.03300); two updates are made with each batch, and the ratio
-of the second one is clipped. A line is printed per batch; the difference is the largest between the logprob that the engine
-gave a token and the one that training computes for it before the first update: exactly 0.
+The task: continue a digit with four tokens, all of which repeat it; the reward is the share that does. Several answers
+to a prompt are compared with one another (Shao et al. 2024, arXiv 2402.03300); two updates are made with each batch,
+and the ratio of the second one is clipped. A line is printed per batch; the difference is the largest between the
+logprob that the engine gave a token and the one that training computes for it before the first update: exactly 0.
 """
 
 import sys
@@ -41,9 +41,7 @@ def main() -> None:
     engine = em.Engine(model, deterministic=True, max_len=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for update in range(1, updates + 1):
-        params = em.SamplingParams(
-            n=ANSWERS, max_tokens=LENGTH, logprobs=0, seed=1000 * seed + update
-        )
+        params = em.SamplingParams(n=ANSWERS, max_tokens=LENGTH, logprobs=0, seed=1000 * seed + update)
         outputs = engine.generate([[digit] for digit in range(PROMPTS)], params)
         rewards = torch.tensor([reward(one.prompt_ids, one.token_ids) for one in outputs])
         groups = rewards.view(PROMPTS, ANSWERS)

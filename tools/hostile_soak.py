@@ -1,8 +1,9 @@
 """`make soak-hostile`: one client does harm, and 50 others must lose nothing.
 
-For each kind of harm a round: 50 clients stream completions, one repeats its requests as fast as they are answered. A line says how
-many of the 50's requests were whole, how long they waited for their first token beside a round without harm, and what the harmful ones
-got. It ends with an error where an answer of the 50 is lost, or a harmful request gets anything but the answers that it should.
+For each kind of harm a round: 50 clients stream completions, one repeats its requests as fast as they are answered. A
+line says how many of the 50's requests were whole, how long they waited for their first token beside a round without
+harm, and what the harmful ones got. It ends with an error where an answer of the 50 is lost, or a harmful request gets
+anything but the answers that it should.
 """
 
 import argparse
@@ -28,7 +29,8 @@ IDLE_S = 5
 _LATE = -1
 """In the place of a status: no answer in time."""
 _TEMPLATE = (
-    "{% if messages[0].content == 'loops' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% if messages[0].content == 'loops' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% "
+    "endfor %}"
     "{% elif messages[0].content == 'power' %}{{ (messages|length + 2) ** 30000000 }}"
     "{% elif messages[0].content == 'long' %}{% for i in range(99999) %}{{ 'a ' * 999 }}{% endfor %}{% endif %}"
     "{% for message in messages %}<|user|>{{ message.content }}<|endoftext|>{% endfor %}<|assistant|>"
@@ -103,9 +105,7 @@ def connections(server: Served) -> Iterator[int]:
     while True:
         with contextlib.ExitStack() as stack:
             held = [
-                stack.enter_context(
-                    contextlib.closing(socket.create_connection(("127.0.0.1", server.port)))
-                )
+                stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", server.port))))
                 for _ in range(200)
             ]
             for one in held:
@@ -192,14 +192,14 @@ def main() -> int:
             soak(server, clients=options.clients, seconds=3, share=0.0)  # warms up
             for name in ["none", *options.only]:
                 harm, allowed = HARMS[name]
-                found, got = beside(
-                    server, harm(server), clients=options.clients, seconds=options.seconds
-                )
+                found, got = beside(server, harm(server), clients=options.clients, seconds=options.seconds)
                 whole = sum(o.is_whole for o in found.outcomes)
                 lost = len(found.outcomes) - whole
                 print(
-                    f"{name:<12} {whole:5} whole, {lost} lost, {whole / found.seconds:6.1f} requests/s, first token p50 "
-                    f"{first_token_ms(found.outcomes, 0.5):.0f} ms, p99 {first_token_ms(found.outcomes, 0.99):.0f} ms, memory "
+                    f"{name:<12} {whole:5} whole, {lost} lost, {whole / found.seconds:6.1f} requests/s, first token "
+                    "p50 "
+                    f"{first_token_ms(found.outcomes, 0.5):.0f} ms, p99 {first_token_ms(found.outcomes, 0.99):.0f} "
+                    "ms, memory "
                     f"{found.rss_bytes / 2**20:.0f} MiB; harmful requests by status: {dict(got)}",
                     flush=True,
                 )

@@ -4,9 +4,9 @@
 
 Each of the three is then installed into an empty environment, and trains `gpt-moe-test` there in an empty folder.
 
-The wheels differ in `expertmesh/kernels/cpu/objects`: one object per instruction set, of which a process loads the best.
-An object needs the C library alone, no newer than `GLIBC`; the OpenMP runtime is torch's, found at run time. The wheel
-for any platform compiles its kernels at first use where there is a C compiler.
+The wheels differ in `expertmesh/kernels/cpu/objects`: one object per instruction set, of which a process loads the
+best. An object needs the C library alone, no newer than `GLIBC`; the OpenMP runtime is torch's, found at run time. The
+wheel for any platform compiles its kernels at first use where there is a C compiler.
 """
 
 import base64
@@ -53,9 +53,7 @@ def objects(folder: Path) -> dict[str, bytes]:
 
 def check_needs(name: str, content: bytes) -> None:
     """Refuse an object that needs another library than the C library, or a newer one than `GLIBC`."""
-    versions = {
-        tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([\d.]+)(?=\0)", content)
-    }
+    versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([\d.]+)(?=\0)", content)}
     libraries = {*re.findall(rb"\0(lib[\w+-]+\.so[\w.]*)(?=\0)", content)} - {b"libc.so.6"}
     if libraries or max(versions, default=(0,)) > GLIBC:
         raise SystemExit(f"the object {name} needs {sorted(libraries)}, GLIBC {sorted(versions)}")
@@ -102,9 +100,7 @@ def try_out(archive: Path, folder: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = Path(
-        subprocess.run(
-            [python, "-c", purelib], check=True, capture_output=True, text=True, env=env
-        ).stdout.strip()
+        subprocess.run([python, "-c", purelib], check=True, capture_output=True, text=True, env=env).stdout.strip()
     )
     (own / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]

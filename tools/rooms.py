@@ -68,20 +68,14 @@ def drawn() -> tuple[list[str], dict[str, int]]:
         *(path.parent.name for path in SOURCE.glob("*/__init__.py")),
     }
     if missing := there - {*room_of, "__init__"}:
-        raise SystemExit(
-            f"parts without a room: {sorted(missing)}; add them to ROOMS in tools/rooms.py"
-        )
+        raise SystemExit(f"parts without a room: {sorted(missing)}; add them to ROOMS in tools/rooms.py")
     rows, sizes = [], {}
     for room in ROOMS:
         paths = [path for part in room.parts for path in paths_of(part) if path.exists()]
         sizes[room.name] = sum(len(path.read_text().splitlines()) for path in paths)
-        imported = {
-            room_of[part] for path in paths for part in parts_that_it_imports(path) & {*room_of}
-        }
+        imported = {room_of[part] for path in paths for part in parts_that_it_imports(path) & {*room_of}}
         names = ", ".join(r.name for r in ROOMS if r.name in imported - {room.name}) or "nothing"
-        parts = ", ".join(
-            f"`{part}/`" if (SOURCE / part).is_dir() else f"`{part}.py`" for part in room.parts
-        )
+        parts = ", ".join(f"`{part}/`" if (SOURCE / part).is_dir() else f"`{part}.py`" for part in room.parts)
         rows.append(f"| **{room.name}** | {parts} | {room.subject} | {{size}} | {names} |")
     return rows, sizes
 
@@ -89,10 +83,7 @@ def drawn() -> tuple[list[str], dict[str, int]]:
 def main() -> None:
     """Write the table into the page."""
     rows, sizes = drawn()
-    table = [
-        row.format(size=f"{round(sizes[room.name], -3):,}")
-        for row, room in zip(rows, ROOMS, strict=True)
-    ]
+    table = [row.format(size=f"{round(sizes[room.name], -3):,}") for row, room in zip(rows, ROOMS, strict=True)]
     head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     columns = "| Room | Folders and modules | Subject | Lines | Imports |\n|---|---|---|---|---|"

@@ -6,9 +6,9 @@
 * open: `open_model` of a run folder.
 * train: `train` of one step, from words to result.
 
-A profile hook (`sys.setprofile`) sees every call of a Python function whose file is below `src/expertmesh`. Calls in a row into
-one module count once. Modules are already imported: statements at their top level are not counted. Each line has two counts: of
-the calls that are given the configuration, itself or inside another argument, and of all calls.
+A profile hook (`sys.setprofile`) sees every call of a Python function whose file is below `src/expertmesh`. Calls in a
+row into one module count once. Modules are already imported: statements at their top level are not counted. Each line
+has two counts: of the calls that are given the configuration, itself or inside another argument, and of all calls.
 """
 
 import argparse
@@ -115,9 +115,7 @@ CALLS = {"dry-run": dry_run, "open": opening, "train": training}
 
 def main() -> None:
     """Print the counts of each call."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", nargs="*", help=f"of {', '.join(CALLS)} (default: all)")
     parser.add_argument("--list", action="store_true", help="print every module with its entries")
     arguments = parser.parse_args()

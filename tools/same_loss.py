@@ -1,10 +1,11 @@
-"""Shows that a pure move left the training loss bitwise equal: trains the same small runs with two revisions and compares.
+"""Shows that a pure move left the training loss bitwise equal: trains the same small runs with two revisions and
+compares.
 
     .venv/bin/python tools/same_loss.py REVISION            every case, REVISION against the working tree
     .venv/bin/python tools/same_loss.py REVISION --cases fp32 bf16
 
-Losses, gradient norms and evaluations are compared as the numbers of metrics.jsonl, which are exact; times are left out, and
-what only one of the two revisions writes is named.
+Losses, gradient norms and evaluations are compared as the numbers of metrics.jsonl, which are exact; times are left
+out, and what only one of the two revisions writes is named.
 """
 
 import argparse
@@ -61,11 +62,7 @@ TIMES = {"tokens_per_second", "seconds", "time"}
 def losses(tree: Path, corpus: Path, ranks: int, options: list[str]) -> list[dict[str, float]]:
     """Train one case with the source of `tree`; returns the lines of metrics.jsonl without times."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = (
-            []
-            if ranks == 1
-            else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        )
+        launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         places = [
             "--train.run-dir",
             f"{folder}/run",
@@ -99,23 +96,18 @@ Lines = list[dict[str, float]]
 
 def in_common(before: Lines, after: Lines) -> tuple[Lines, Lines, list[str]]:
     """Both with the names that both have, and the names that only one has; the loss must be in both."""
-    left_out = {name for line in before for name in line} ^ {
-        name for line in after for name in line
-    }
+    left_out = {name for line in before for name in line} ^ {name for line in after for name in line}
     if "loss" in left_out:
         raise SystemExit("one of the two has no loss")
     before, after = (
-        [{k: v for k, v in line.items() if k not in left_out} for line in lines]
-        for lines in (before, after)
+        [{k: v for k, v in line.items() if k not in left_out} for line in lines] for lines in (before, after)
     )
     return before, after, sorted(left_out)
 
 
 def main() -> int:
     """Compare; the exit status is the number of cases that differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
     arguments = parser.parse_args()

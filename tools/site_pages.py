@@ -1,7 +1,7 @@
 """Pages that `make docs` adds to those of docs/ (a hook of mkdocs.yml), and links that lead from one to another.
 
-The README is the first page. Notebooks, the help of the command line, and every file of the repository that a page links to
-become pages, so that the site has no link to elsewhere.
+The README is the first page. Notebooks, the help of the command line, and every file of the repository that a page
+links to become pages, so that the site has no link to elsewhere.
 """
 
 import json
@@ -87,9 +87,7 @@ def command_line_page():
     def help_of(*words):
         environment = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-m", "expertmesh", *words, "--help"]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
     overview = help_of()
     verbs = VERBS.findall(overview.partition("verbs:")[2].partition("\n\n")[0])
@@ -116,9 +114,7 @@ def on_files(files, config):
     """Adds the README, notebooks, the command line, and what pages link to, and so on from there."""
     files.append(File.generated(config, "reference/command_line.md", content=command_line_page()))
     to_read = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.ipynb"))]
-    to_read += [
-        DOCS / file.src_uri for file in files.documentation_pages() if not file.generated_by
-    ]
+    to_read += [DOCS / file.src_uri for file in files.documentation_pages() if not file.generated_by]
     seen = set()
     while to_read:
         path = to_read.pop()

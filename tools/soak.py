@@ -1,8 +1,8 @@
 """`make soak`: 200 streaming clients for a minute, three times, a third of which leave in the middle.
 
-A round before these brings what comes with the first requests: code that is loaded late, buffers, stacks of threads. From then on
-nothing may grow: the memory behind the last round is at most 5 % above that before the first. How late the event loop is depends
-on who else uses the cores; so that is said beside it.
+A round before these brings what comes with the first requests: code that is loaded late, buffers, stacks of threads.
+From then on nothing may grow: the memory behind the last round is at most 5 % above that before the first. How late the
+event loop is depends on who else uses the cores; so that is said beside it.
 """
 
 import argparse
@@ -35,10 +35,12 @@ def main() -> None:
                 cut = sum(o.is_cut for o in one.outcomes)
                 refused = sum(o.status == 429 for o in one.outcomes)
                 print(
-                    f"round {number}: {whole} whole, {cut} cut by the client, {refused} times 429, {len(one.strays)} else, "
+                    f"round {number}: {whole} whole, {cut} cut by the client, {refused} times 429, {len(one.strays)} "
+                    "else, "
                     f"{whole / one.seconds:.1f} requests/s; held two steps later: {one.held:g}; memory "
                     f"{one.rss_bytes / 2**20:.0f} MiB; loop late at p99 {lag_ms(server):.0f} ms, waited "
-                    f"{one.loop_waited_s:.1f} s for a core; server and clients took {one.server_s:.1f} and {one.client_s:.1f} s of "
+                    f"{one.loop_waited_s:.1f} s for a core; server and clients took {one.server_s:.1f} and "
+                    f"{one.client_s:.1f} s of "
                     f"CPU in {one.seconds:.1f} s",
                     flush=True,
                 )

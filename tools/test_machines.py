@@ -41,8 +41,9 @@ SUMMARY = re.compile(r"^(?=.*\b(?:passed|failed|error)).* in [\d.]+s.*$", re.MUL
 def environment(name: str) -> dict[str, str]:
     """What a setting adds to the environment.
 
-    Inductor's cache knows a loop by its source, not by the instructions that it was made for: a loop of sixteen numbers at
-    once, read back where registers hold eight, gives wrong sums. So every set of instructions has a cache of its own.
+    Inductor's cache knows a loop by its source, not by the instructions that it was made for: a loop of sixteen numbers
+    at once, read back where registers hold eight, gives wrong sums. So every set of instructions has a cache of its
+    own.
     """
     instructions = SETTINGS[name].get("ATEN_CPU_CAPABILITY", "all")
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{instructions}"
@@ -67,9 +68,7 @@ def run(name: str, words: list[str], workers: str) -> tuple[str, list[str], floa
 
 def main() -> int:
     """Run the settings one after the other; 0 if no test failed in any."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--workers", default="auto", help="processes of pytest")
     parser.add_argument("words", nargs="*", help="passed to pytest")

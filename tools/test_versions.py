@@ -3,7 +3,8 @@
     python tools/test_versions.py                          # the oldest and the newest of each row, a table at the end
     python tools/test_versions.py transformers==5.0.0 -- tests/integrations/test_hub_parity.py
 
-An environment has the packages of the interpreter that runs this, and the given one in front. Words behind `--` go to pytest.
+An environment has the packages of the interpreter that runs this, and the given one in front. Words behind `--` go to
+pytest.
 """
 
 import os

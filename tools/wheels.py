@@ -1,7 +1,7 @@
 """Wheels that are too large to carry at once: split into pieces, joined on the other side, each checked.
 
-    python tools/wheels.py split .whl .pieces --megabytes 60     # one archive, in .pieces/000, 001, ... and a list of sums
-    python tools/wheels.py join .pieces .whl                     # where all pieces have come together; says which are missing
+    python tools/wheels.py split .whl .pieces --megabytes 60     # one archive, in .pieces/000, 001, ... and a list of
+    sums python tools/wheels.py join .pieces .whl # where all pieces have come together; says which are missing
 
 Needs Python's standard library only.
 """
@@ -50,9 +50,7 @@ def join(source: Path, target: Path) -> list[str]:
     for name, expected in sums.items():
         piece = source / name
         if not piece.exists():
-            raise SystemExit(
-                f"piece {name} of {len(sums)} is missing in {source}; carry it here, too"
-            )
+            raise SystemExit(f"piece {name} of {len(sums)} is missing in {source}; carry it here, too")
         part = piece.read_bytes()
         if hashlib.sha256(part).hexdigest() != expected:
             raise SystemExit(f"piece {name} is damaged; carry it again")
@@ -65,9 +63,7 @@ def join(source: Path, target: Path) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Split or join."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("verb", choices=("split", "join"))
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

@@ -1,4 +1,5 @@
-"""Wraps paragraphs and list items of the documentation that have a line of more than 120 characters: part of `make format`.
+"""Wraps paragraphs and list items of the documentation that have a line of more than 120 characters: part of `make
+format`.
 
 Blocks of code, tables, headings and what is short enough stay as they are; spans of code and links are not broken.
 """

@@ -4,7 +4,8 @@ python -m benchmarks.adaptive hierarchical [--short]   flat against hierarchical
 python -m benchmarks.adaptive overlap                  parts against all at once, exchange and products alike
 python -m benchmarks.adaptive hot                      hot experts with and without shadows
 python -m benchmarks.adaptive tuner [--points N ...]   24 points, 12 static plans, and the tuner
-python -m benchmarks.adaptive end-to-end [--tokens N]  a GPT with K = 8, flags by hand, adaptive, and DeepSpeed's MoE if installed
+python -m benchmarks.adaptive end-to-end [--tokens N]  a GPT with K = 8, flags by hand, adaptive, and DeepSpeed's MoE if
+installed
 """
 
 import argparse
@@ -118,7 +119,8 @@ def hot() -> None:
 
 
 def points_of_tuner() -> list[dict[str, Any]]:
-    """Half of 48, fixed: those whose places in the lists of values have an even sum, so that all pairs of values occur."""
+    """Half of 48, fixed: those whose places in the lists of values have an even sum, so that all pairs of values
+    occur."""
     names = ("tokens", "ranks", "fullest", "rate", "capacity_factor")
     rates = ("50mbit", "200mbit", None)
     lists = ((256, 4096), (4, 8), (1.0, 4.0), rates, (1.0, None))
@@ -140,8 +142,7 @@ def tuner(numbers: list[int]) -> None:
         point = points_of_tuner()[number]
         scale = point["ranks"] // 4
         ways = {
-            name: way
-            | {"route_degree": way["route_degree"] * scale if way["route_degree"] > 1 else 1}
+            name: way | {"route_degree": way["route_degree"] * scale if way["route_degree"] > 1 else 1}
             for name, way in STATIC.items()
         }
         job = {**SHAPE, "kind": "layer", "rounds": 3, "ways": ways, "adaptive": True, "top_k": 2}
@@ -185,22 +186,16 @@ def end_to_end(tokens: int) -> None:
     best = min(s for name, s in seconds.items() if name in END_TO_END and name != "adaptive")
     found["job"] = job
     found["adaptive / best by hand"] = seconds["adaptive"] / best
-    found["times as fast as"] = {
-        name: s / seconds["adaptive"] for name, s in seconds.items() if name != "adaptive"
-    }
+    found["times as fast as"] = {name: s / seconds["adaptive"] for name, s in seconds.items() if name != "adaptive"}
     print(json.dumps(found))
     save(f"end_to_end_{tokens}", found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["hierarchical", "overlap", "hot", "tuner", "end-to-end"])
     parser.add_argument("--short", action="store_true", help="one point")
-    parser.add_argument(
-        "--points", type=int, nargs="+", help="numbers of some of the tuner's points"
-    )
+    parser.add_argument("--points", type=int, nargs="+", help="numbers of some of the tuner's points")
     parser.add_argument("--tokens", type=int, default=4096, help="per rank, end to end")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # hosts go in any case

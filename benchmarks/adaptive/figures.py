@@ -73,7 +73,5 @@ def plot(points: list[Point]) -> str:
                 parts.append(
                     f'<circle cx="{x_of(ratio):.1f}" cy="{y}" r="3" fill="#0b6e99" fill-opacity="0.6">{title}</circle>'
                 )
-    parts.append(
-        f'<text x="{LEFT}" y="{height - 4}">time of each static plan over that of adaptive</text></svg>'
-    )
+    parts.append(f'<text x="{LEFT}" y="{height - 4}">time of each static plan over that of adaptive</text></svg>')
     return "\n".join([*parts, ""])

@@ -45,9 +45,7 @@ def hosts(number: int, rate: str | None) -> Iterator[list[str]]:
         yield names
     finally:
         for name in [*names, switch]:
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True
-            ).stdout.split():
+            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
@@ -102,6 +100,5 @@ def run_ranks(names: list[str], per_host: int, job: dict[str, Any], *, limit_s: 
 def crossed_bytes(names: list[str]) -> list[int]:
     """Bytes that each host has received so far."""
     return [
-        json.loads(ip("-n", name, "-s", "-j", "link", "show", "net0"))[0]["stats64"]["rx"]["bytes"]
-        for name in names
+        json.loads(ip("-n", name, "-s", "-j", "link", "show", "net0"))[0]["stats64"]["rx"]["bytes"] for name in names
     ]

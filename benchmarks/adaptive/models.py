@@ -1,4 +1,5 @@
-"""A GPT with K = 8 on several ranks, for several ways and with DeepSpeed's MoE in place of ours: whole steps, by turns."""
+"""A GPT with K = 8 on several ranks, for several ways and with DeepSpeed's MoE in place of ours: whole steps, by
+turns."""
 
 from collections.abc import Callable
 from functools import partial
@@ -79,9 +80,7 @@ def step(
     optimizer.zero_grad()
 
 
-def ours(
-    config: ModelConfig, world: World, way: dict[str, Any]
-) -> tuple[GPT, Callable[[Tensor], None]]:
+def ours(config: ModelConfig, world: World, way: dict[str, Any]) -> tuple[GPT, Callable[[Tensor], None]]:
     """Our GPT, spread over all ranks, and a step of it."""
     model = GPT(config, seed=0)
     parallelize_gpt(model, ParallelConfig(**way), world=world)
@@ -110,33 +109,26 @@ def deepspeed(config: ModelConfig, *, drop_tokens: bool) -> Callable[[Tensor], N
         together = torch.cat([p.grad.flatten() for p in dense if p.grad is not None])
         dist.all_reduce(together)
         sizes = [p.numel() for p in dense if p.grad is not None]
-        for p, grad in zip(
-            [p for p in dense if p.grad is not None], together.split(sizes), strict=True
-        ):
+        for p, grad in zip([p for p in dense if p.grad is not None], together.split(sizes), strict=True):
             p.grad = grad.view_as(p)
 
     return partial(step, model, optimizer, sum_gradients)
 
 
-def steps(
-    job: dict[str, Any], world: World
-) -> tuple[dict[str, Callable[[], object]], Callable[[], dict[str, Any]]]:
+def steps(job: dict[str, Any], world: World) -> tuple[dict[str, Callable[[], object]], Callable[[], dict[str, Any]]]:
     """What is timed, by name, the adaptive one settled; and what tells the plan that it settled on.
 
     Args:
-        job: "tokens" per rank, "ways" by name, "deepspeed" whether it takes part, "settle" steps before anything is timed.
+        job: "tokens" per rank, "ways" by name, "deepspeed" whether it takes part, "settle" steps before anything is
+            timed.
         world: all ranks.
     """
     config = recipe("gpt-moe-demo", {"model.moe.top_k": 8}).model
     generator = torch.Generator().manual_seed(world.position)
     length = config.max_seq_len
-    ids_BS = torch.randint(
-        config.vocab_size, (job["tokens"] // length, length), generator=generator
-    )
+    ids_BS = torch.randint(config.vocab_size, (job["tokens"] // length, length), generator=generator)
     models = {name: ours(config, world, way) for name, way in job["ways"].items()}
-    found: dict[str, Callable[[], object]] = {
-        name: partial(run, ids_BS) for name, (_, run) in models.items()
-    }
+    found: dict[str, Callable[[], object]] = {name: partial(run, ids_BS) for name, (_, run) in models.items()}
     if job["deepspeed"]:
         for name, drops in (("DeepSpeed, dropless", False), ("DeepSpeed, capacity 1.0", True)):
             found[name] = partial(deepspeed(config, drop_tokens=drops), ids_BS)

@@ -61,7 +61,8 @@ def in_turn(
     rounds: int,
     hopeless: float | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Medians after one round that does not count, but for variants that take `hopeless` times the best one's time in it.
+    """Medians after one round that does not count, but for variants that take `hopeless` times the best one's time in
+    it.
 
     Each round has an order of its own: what ran before leaves memory and connections behind.
     """
@@ -119,8 +120,8 @@ def exchange(job: dict[str, Any], world: World) -> Any:
     x_TD, weights_TK = torch.randn(T, job["dim"]), torch.rand(T, K)
 
     def go(is_flat: bool, tokens: Dispatched) -> None:
-        pieces = dispatcher.num_pieces(tokens.expert_ids_TK.shape[1], x_TD, 1)
-        (dispatch_handle,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
+        chunks = dispatcher.num_chunks(tokens.expert_ids_TK.shape[1], x_TD, 1)
+        (dispatch_handle,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, chunks)
         dispatch_handle.start_home(dispatch_handle.finish().x_TD).finish()
 
     tokens = Dispatched(x_TD, ids_TK, weights_TK)
@@ -149,7 +150,8 @@ def step(layer: MoELayer, x: Tensor, routing: Routing, way: dict[str, Any]) -> N
 
 
 def in_sequence(run: Callable[[], object]) -> None:
-    """Run with every exchange waited for where it starts; degree 1 fills the last one of the backward with products otherwise."""
+    """Run with every exchange waited for where it starts; degree 1 fills the last one of the backward with products
+    otherwise."""
     start = RankGroup.start
 
     def start_and_wait(*args: Any, **named: Any) -> None:

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.adaptive.virtual [--tokens 2048] [--hidden 512] [--rounds 5]
 
-A rank's clock is CPU time of its thread, and what it waits for its link: a link sends one exchange after the other, at a rate that
-makes all exchanges of a step take as long as its products. Nothing else on the machine counts.
+A rank's clock is CPU time of its thread, and what it waits for its link: a link sends one exchange after the other, at
+a rate that makes all exchanges of a step take as long as its products. Nothing else on the machine counts.
 """
 
 import argparse
@@ -39,9 +39,7 @@ class Link:
         """Exchanges take the link's time while this lasts."""
         start, wait, done = RankGroup.start, Pending.wait, dict[int, float]()
 
-        def begin(
-            group: RankGroup, collective: str, where: str, num_bytes: int, *rest: Any, **named: Any
-        ) -> Any:
+        def begin(group: RankGroup, collective: str, where: str, num_bytes: int, *rest: Any, **named: Any) -> Any:
             pending = start(group, collective, where, num_bytes, *rest, **named)
             if collective == "all_to_all" and pending is not None:
                 self.sent += num_bytes
@@ -74,9 +72,7 @@ def whole_backward(run: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("tokens", 2048), ("dim", 512), ("hidden", 512), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -103,9 +99,7 @@ def main() -> None:
                 found[name].append(seconds)
     if world.position == 0:
         whole = median(found["nothing hidden"])
-        print(
-            f"products {products:.3f} s, {link.bytes_per_s:.3g} bytes/s; of {whole:.3f} s with nothing hidden:"
-        )
+        print(f"products {products:.3f} s, {link.bytes_per_s:.3g} bytes/s; of {whole:.3f} s with nothing hidden:")
         for name, times in found.items():
             spread = f"{min(times) / whole:.2f} to {max(times) / whole:.2f}"
             print(f"  {name:14} {median(times) / whole:.3f}  ({spread})")

@@ -1,10 +1,11 @@
-"""Fine-tuning with adapters beside TRL and peft, side by side in one run: CPU time of a step, and peak memory above the weights.
+"""Fine-tuning with adapters beside TRL and peft, side by side in one run: CPU time of a step, and peak memory above the
+weights.
 
     python -m benchmarks.finetune_peers FOLDER [OBJECTIVE ...]
 
-Each system is a process of its own with one thread; one step of each in turn, so that all meet the same machine. The first
-step of each is warm-up. FOLDER keeps the model and what was measured: started again, objectives that are done are not measured
-again. Results are written to docs/results/finetune_peers.md and .json.
+Each system is a process of its own with one thread; one step of each in turn, so that all meet the same machine. The
+first step of each is warm-up. FOLDER keeps the model and what was measured: started again, objectives that are done are
+not measured again. Results are written to docs/results/finetune_peers.md and .json.
 """
 
 import json

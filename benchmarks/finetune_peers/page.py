@@ -25,7 +25,7 @@ step, without mapped files and libraries, less the base's weights. Versions: {ve
 
     make finetune-peers
 
-"""
+"""  # noqa: E501
 
 
 def write_page(found: dict[str, Any], model: Path) -> None:
@@ -56,10 +56,7 @@ def write_page(found: dict[str, Any], model: Path) -> None:
         top_k=work.TOP_K,
         vocab=work.VOCAB,
         rank=work.RANK,
-        rounds=" or ".join(
-            str(n)
-            for n in sorted({len(one["expertmesh"]["all_cpu_s"]) - 1 for one in found.values()})
-        ),
+        rounds=" or ".join(str(n) for n in sorted({len(one["expertmesh"]["all_cpu_s"]) - 1 for one in found.values()})),
         versions=versions,
     )
     (RESULTS / "finetune_peers.md").write_text(f"{head}{markdown_table(rows)}\n")

@@ -68,9 +68,7 @@ def theirs(gate: Gate, objective: str, folder: Path, steps: int, experts: str) -
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.bfloat16, experts_implementation=experts
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, experts_implementation=experts)
     config, trainer_of, options, batch = {
         "sft": (trl.SFTConfig, trl.SFTTrainer, {"max_length": work.LENGTH}, work.ROWS),
         "dpo": (

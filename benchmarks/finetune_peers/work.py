@@ -1,4 +1,5 @@
-"""The work that both sides get: a model of Qwen3-30B-A3B's sizes, its data, the adapters, and one clock for the steps. No torch."""
+"""The work that both sides get: a model of Qwen3-30B-A3B's sizes, its data, the adapters, and one clock for the steps.
+No torch."""
 
 import json
 import os
@@ -83,7 +84,8 @@ def records(objective: str, count: int) -> list[dict[str, str]]:
 
 
 class Gate:
-    """Waits between steps for the other side's turn, and measures each step: CPU time of the process, and its peak memory."""
+    """Waits between steps for the other side's turn, and measures each step: CPU time of the process, and its peak
+    memory."""
 
     def __init__(self) -> None:
         self.level = _resident()  # of the libraries alone, as nothing is loaded yet

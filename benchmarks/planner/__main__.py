@@ -1,4 +1,5 @@
-"""`python -m benchmarks.planner`: errors of the planner's models on published measurements; `--claims`: claimed speed-ups."""
+"""`python -m benchmarks.planner`: errors of the planner's models on published measurements; `--claims`: claimed
+speed-ups."""
 
 import argparse
 import sys
@@ -19,9 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="speed-ups that Tutel and DeepSpeed claim, beside the model's, and what they assume",
     )
-    which.add_argument(
-        "--measured", metavar="FILE", help="your own measurements (TOML), added to the fit"
-    )
+    which.add_argument("--measured", metavar="FILE", help="your own measurements (TOML), added to the fit")
     options = parser.parse_args(argv)
     try:
         own = () if options.measured is None else own_points(options.measured)

@@ -14,9 +14,7 @@ from expertmesh.costs.step_time import Efficiency, raw_step, route_of, step_seco
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serving_layout import Serving
 
-OLD = Workload(
-    1024, precision="float16", stack="2021", states="fairseq", merges=False, one_hot=True
-)
+OLD = Workload(1024, precision="float16", stack="2021", states="fairseq", merges=False, one_hot=True)
 """Baseline of the claims: fairseq of 2021 in FP16, with one-hot dispatch."""
 TUTEL = replace(OLD, one_hot=False)
 """`OLD` with sparse dispatch, the claimed improvement."""
@@ -61,10 +59,9 @@ def layer(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> ModelSizes
     return ModelSizes(dim, 0, spec_of_layers(dim, 0, [block]), (block,))
 
 
-def layer_ratio(
-    tokens: int, *, gpus: int, dim: int, hidden_dim: int, per_gpu: int, top_k: int
-) -> float:
-    """Time of a layer with one-hot dispatch and flat all-to-all over sparse dispatch and the faster all-to-all, A100-80."""
+def layer_ratio(tokens: int, *, gpus: int, dim: int, hidden_dim: int, per_gpu: int, top_k: int) -> float:
+    """Time of a layer with one-hot dispatch and flat all-to-all over sparse dispatch and the faster all-to-all,
+    A100-80."""
     cluster = find_cluster(f"a100-80x{gpus}")
     sizes = layer(dim, hidden_dim, per_gpu * gpus, top_k)
     flat = RankLayout(gpus, route_degree=gpus, zero_stage=1)
@@ -85,10 +82,7 @@ def model_ratio(gpus: int, batch: int) -> float:
     cluster = find_cluster(f"a100-80x{gpus}")
     sizes = sizes_of_hub(FAIRSEQ | {"num_experts": gpus})
     layout = RankLayout(gpus, route_degree=gpus, checkpointing="full", micro_batch=batch)
-    old, new = (
-        step_seconds(raw_step(sizes, layout, work, cluster), Efficiency()).total_s
-        for work in (OLD, TUTEL)
-    )
+    old, new = (step_seconds(raw_step(sizes, layout, work, cluster), Efficiency()).total_s for work in (OLD, TUTEL))
     return old / new
 
 
@@ -111,8 +105,7 @@ def exchange_ratio(tokens: float, gpus: int = 2048, dim: int = 2048) -> float:
     route, network = route_of(gpus, 1, cluster.node_size), network_of(cluster)
     load = replace(TokenLoad.even(tokens, 2, 2 * gpus), merges=False)
     flat, two_levels = (
-        travel_seconds(kind, route, load, network, dim=dim, element_bytes=2)
-        for kind in ("flat", "hierarchical")
+        travel_seconds(kind, route, load, network, dim=dim, element_bytes=2) for kind in ("flat", "hierarchical")
     )
     return flat / two_levels
 
@@ -148,9 +141,7 @@ def claims() -> list[Claim]:
     for gpus, claimed in ((8, 8.49), (512, 2.75)):
 
         def of_layer(tokens: float, gpus: int = gpus) -> float:
-            return layer_ratio(
-                round(tokens), gpus=gpus, dim=2048, hidden_dim=2048, per_gpu=2, top_k=2
-            )
+            return layer_ratio(round(tokens), gpus=gpus, dim=2048, hidden_dim=2048, per_gpu=2, top_k=2)
 
         tokens = solved(of_layer, claimed, 256, 2**20)
         said = (
@@ -247,9 +238,7 @@ def _deepspeed() -> list[Claim]:
             assumed,
         ),
         Claim("the same, cheaper (device seconds per token)", 9.0, per_device, assumed),
-        Claim(
-            "DeepSpeed-MoE, latency over PyTorch of 2022", 7.3, large.token_s / fast.token_s, old
-        ),
+        Claim("DeepSpeed-MoE, latency over PyTorch of 2022", 7.3, large.token_s / fast.token_s, old),
         Claim(
             "DeepSpeed-MoE, training of 1.3B with 128 experts over dense 6.7B",
             5.0,
@@ -266,9 +255,7 @@ def dense_of(dim: int, num_parameters: float) -> ModelSizes:
         "intermediate_size": 4 * dim,
         "num_attention_heads": dim // 128,
     }
-    values = {
-        key: value for key, value in values.items() if "expert" not in key and "sparse" not in key
-    }
+    values = {key: value for key, value in values.items() if "expert" not in key and "sparse" not in key}
     return sizes_of_hub(values | {"num_hidden_layers": round(num_parameters / (12 * dim * dim))})
 
 
@@ -289,11 +276,15 @@ def _switching() -> str:
     if factor is None:
         return "nowhere between capacity factors .25 and 4,096 on 64 GPUs"
     tokens = factor * 64
-    return f"true with {tokens:,.0f} tokens per GPU and more on 64 GPUs (E = 16, D = F = 2,048): experts gathered in place of tokens sent"
+    return (
+        f"true with {tokens:,.0f} tokens per GPU and more on 64 GPUs (E = 16, D = F = 2,048): experts gathered in "
+        "place of tokens sent"
+    )
 
 
 def _swin(kind: str, claimed: float, passes: int) -> Claim:
-    """Claim on SwinV2-B's third stage (D = 512, F = 2,048, 32 experts, top-1), solved for the tokens that make it true."""
+    """Claim on SwinV2-B's third stage (D = 512, F = 2,048, 32 experts, top-1), solved for the tokens that make it
+    true."""
     peak = find_cluster("a100-80x1").device.flops_per_s("float16")
     e = Efficiency()
 

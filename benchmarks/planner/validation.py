@@ -1,4 +1,5 @@
-"""Validation of the models of time and memory: errors on published measurements, fitted, in sight, and left out by source."""
+"""Validation of the models of time and memory: errors on published measurements, fitted, in sight, and left out by
+source."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,9 +195,7 @@ def _by_source(
     return tuple(judge(row, constants[source(row)]) for row in every)
 
 
-def judged_serving(
-    rows: Mapping[str, Mapping[str, Any]], overheads: Overheads
-) -> tuple[Judged, ...]:
+def judged_serving(rows: Mapping[str, Mapping[str, Any]], overheads: Overheads) -> tuple[Judged, ...]:
     """Rows of generation with predictions."""
     return tuple(_judged_serving(item, overheads) for item in rows.items())
 

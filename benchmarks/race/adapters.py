@@ -1,6 +1,7 @@
 """Adapters of layers that need a GPU, with our weights, (T, D) -> (T, D). Versions and sources are in `peers.toml`.
 
-Each calls what its users call. Where a package routes in its own way, `routing` says how, so that results can be checked.
+Each calls what its users call. Where a package routes in its own way, `routing` says how, so that results can be
+checked.
 """
 
 import importlib
@@ -18,9 +19,7 @@ class LigerMoE(OwnWeights):
     def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-        return LigerFusedMoEFunction.apply(
-            x_TD, self.w_in, self.w_out, ids_TK.to(torch.int32), weights_TK
-        )
+        return LigerFusedMoEFunction.apply(x_TD, self.w_in, self.w_out, ids_TK.to(torch.int32), weights_TK)
 
 
 class LigerCuteMoE(OwnWeights):
@@ -163,9 +162,7 @@ class ScatterMoE(OwnWeights):
         from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
         order = flatten_sort_count(ids_TK, num_experts=self.case.num_experts)
-        h_NH = parallel_linear(
-            x_TD, self.w_in.transpose(1, 2), self.case.top_k, *order, grouped_out=True
-        )
+        h_NH = parallel_linear(x_TD, self.w_in.transpose(1, 2), self.case.top_k, *order, grouped_out=True)
         return parallel_linear(
             activate(h_NH, self.case),
             self.w_out.transpose(1, 2),
@@ -203,9 +200,7 @@ class TutelMoE(OwnWeights):
 
     def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
         """As for all, but the second weight is a transposed copy, and biases, which it always has, are zero."""
-        super().take(
-            router_ED.to(self.case.dtype), w_in_EHD, w_out_EDF.transpose(1, 2).contiguous()
-        )
+        super().take(router_ED.to(self.case.dtype), w_in_EHD, w_out_EDF.transpose(1, 2).contiguous())
         gate, experts = self.layer.gates[0], self.layer.experts
         gate.wg.weight = self.router
         experts.batched_fc1_w, experts.batched_fc2_w = self.w_in, self.w_out
@@ -240,7 +235,8 @@ def one_process(device: str) -> None:
 
 
 def why_missing(package: str, case: Case) -> str | None:
-    """Why a GPU package cannot run this case here, or None: not installed, no GPU, wrong type, or what its import says."""
+    """Why a GPU package cannot run this case here, or None: not installed, no GPU, wrong type, or what its import
+    says."""
     why = absent(package)
     if why is not None:
         return why

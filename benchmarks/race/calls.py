@@ -1,4 +1,5 @@
-"""What the four calls consist of, in the order in which the parts say most, with the most seconds that each may take."""
+"""What the four calls consist of, in the order in which the parts say most, with the most seconds that each may
+take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def peers(s: Setting) -> list[Part]:
 
 
 def engine(s: Setting) -> list[Part]:
-    """Call (d): steps of the engine beside vLLM's, after the tests of what they are made of, and the layer race of the goals."""
+    """Call (d): steps of the engine beside vLLM's, after the tests of what they are made of, and the layer race of the
+    goals."""
     shapes = s.among(GOAL_SHAPES[:2])
     tests = ["tests/engine/test_captured_gpu.py", "tests/kernels/test_paged_attention_kernels.py"]
     if s.dry:

@@ -115,9 +115,7 @@ def computed(
         row, slot = (ids_SK == e).nonzero(as_tuple=True)
         x = leaf_SD.detach()[row].requires_grad_()
         s = s_SK.detach()[row, slot].requires_grad_()
-        y = s[:, None] * expert(
-            x, weights.w_in_EGFD[e].to(dtype), weights.w_out_EDF[e].to(dtype)
-        ).to(wide)
+        y = s[:, None] * expert(x, weights.w_in_EGFD[e].to(dtype), weights.w_out_EDF[e].to(dtype)).to(wide)
         d_x, d_s = torch.autograd.grad(y, (x, s), grad_SD[row])
         y_SD.index_add_(0, row, y.detach())
         d_x_SD.index_add_(0, row, d_x.to(wide))
@@ -149,7 +147,8 @@ def check(
     *,
     run: Callable[[Racer, Sample, Tensor, Tensor], Results] = of_racer,
 ) -> float:
-    """Compare a contender, run by `run`, with the oracle; ours by the two-times rule, a peer by whether it computes the same at all.
+    """Compare a contender, run by `run`, with the oracle; ours by the two-times rule, a peer by whether it computes the
+    same at all.
 
     Returns:
         The largest relative distance from the oracle.

@@ -163,9 +163,7 @@ def field_of(
     case = case_of(shape, device=device, training=training)
     racers, missing = [ours(shape, device=device)], []
 
-    def add(
-        name: str, make: Callable[[], Racer], missing_here: Callable[[], str | None] = lambda: None
-    ) -> None:
+    def add(name: str, make: Callable[[], Racer], missing_here: Callable[[], str | None] = lambda: None) -> None:
         if (only and name not in only) or name in without:
             return
         trying(name)
@@ -174,9 +172,7 @@ def field_of(
             try:
                 racers.append(make())
                 return
-            except (
-                Exception
-            ) as error:  # a foreign layer that cannot be built: the others still race
+            except Exception as error:  # a foreign layer that cannot be built: the others still race
                 why = f"cannot be built: {type(error).__name__}: {error}"
         missing.append(f"{name}: {why}")
 
@@ -186,9 +182,7 @@ def field_of(
             here = replace(case, device="meta")
             add(
                 TRANSFORMERS,
-                lambda: _of_module(
-                    TRANSFORMERS, MixtralMoE(layer, here, implementation="grouped_mm"), shape
-                ),
+                lambda: _of_module(TRANSFORMERS, MixtralMoE(layer, here, implementation="grouped_mm"), shape),
                 lambda: absent("transformers"),
             )
         add(GROUPED_MM, lambda: _of_module(GROUPED_MM, GroupedMM(layer, case), shape))
@@ -213,9 +207,7 @@ class Inputs:
     grad_TD: Tensor
 
     @staticmethod
-    def draw(
-        shape: RaceShape, device: str, generator: torch.Generator, num_batches: int = NUM_BATCHES
-    ) -> "Inputs":
+    def draw(shape: RaceShape, device: str, generator: torch.Generator, num_batches: int = NUM_BATCHES) -> "Inputs":
         def normal() -> Tensor:
             empty = torch.empty(shape.num_tokens, shape.dim, device=device, dtype=torch.bfloat16)
             return empty.normal_(generator=generator)

@@ -1,4 +1,5 @@
-"""Steps of the engine on one GPU: captured, launched one by one, and vLLM's where it is installed, on the same weights."""
+"""Steps of the engine on one GPU: captured, launched one by one, and vLLM's where it is installed, on the same
+weights."""
 
 import importlib.util
 import os
@@ -26,7 +27,7 @@ def _vllm(path: str) -> Contender:
 
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
-    model = LLM(model=path, dtype="bfloat16", max_model_len=2048, max_num_seqs=64, gpu_memory_utilization=0.3)  # fmt: skip
+    model = LLM(model=path, dtype="bfloat16", max_model_len=2048, max_num_seqs=64, gpu_memory_utilization=0.3)
     engine, counted = model.llm_engine, iter(range(1 << 30))
 
     def run(prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], list[float]]:
@@ -78,7 +79,7 @@ def steps(keep: Keep, *, device: str, tiny: bool, rounds: int = 3) -> dict[str, 
         said = {name: one.run(_PROMPTS, [_NEW] * len(_PROMPTS))[0] for name, one in open_.items()}
         scored = {n: open_[n].scores(_PROMPTS[5]) for n in ("captured, exact", "launched, exact")}
         checks = [
-            {"check": "tokens of captured and launched steps, exact", "equal": said["captured, exact"] == said["launched, exact"]},
+            {"check": "tokens of captured and launched steps, exact", "equal": said["captured, exact"] == said["launched, exact"]},  # noqa: E501
             {"check": "prompts' logprobs, exact", "equal": scored["captured, exact"] == scored["launched, exact"]},
         ]  # fmt: skip
         result: dict[str, Any] = {"checks": checks, "rows": []}

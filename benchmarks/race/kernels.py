@@ -89,9 +89,7 @@ def watched(
         yield
 
 
-def _again(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
+def _again(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     device = next(a.device for a in args if isinstance(a, Tensor))
     if device.type == "cpu":
         from expertmesh.kernels.interpret import interpret
@@ -119,22 +117,16 @@ def launches_of(experts: "Experts") -> list[Launched]:
 class Experts:
     """The experts' operator on fixed tensors, by the Triton kernels."""
 
-    def __init__(
-        self, shape: RaceShape, weights: WeightSet, x_TD: Tensor, grad_TD: Tensor, ids_TK: Tensor
-    ) -> None:
+    def __init__(self, shape: RaceShape, weights: WeightSet, x_TD: Tensor, grad_TD: Tensor, ids_TK: Tensor) -> None:
         self.shape, self.grad_TD, self.ids_TK = shape, grad_TD, ids_TK
-        self.leaves = [
-            t.detach().requires_grad_() for t in (x_TD, weights.w_in_EGFD, weights.w_out_EDF)
-        ]
+        self.leaves = [t.detach().requires_grad_() for t in (x_TD, weights.w_in_EGFD, weights.w_out_EDF)]
         even = torch.full(ids_TK.shape, 1.0 / shape.top_k, device=x_TD.device)
         self.leaves.append(even.requires_grad_())
         self.maps = route_metadata(ids_TK, shape.num_experts, backend="triton")
 
     def forward(self) -> None:
         x, w_in, w_out, weights = self.leaves
-        self.y_TD = moe_mlp(
-            x, w_in, w_out, weights, self.maps, activation=self.shape.activation, backend="triton"
-        )
+        self.y_TD = moe_mlp(x, w_in, w_out, weights, self.maps, activation=self.shape.activation, backend="triton")
 
     def backward(self) -> None:
         self.grads = torch.autograd.grad(self.y_TD, self.leaves, self.grad_TD)
@@ -148,9 +140,7 @@ class _RouterAlone(nn.Module):
         return x_TD
 
 
-def _router(
-    shape: RaceShape, device: str, weights: WeightSet, inputs: Inputs, backend: str
-) -> Entry:
+def _router(shape: RaceShape, device: str, weights: WeightSet, inputs: Inputs, backend: str) -> Entry:
     """Everything of the layer before its experts, forward and backward."""
     racer = ours(shape, device=device, backend=backend)
     racer.take(weights)
@@ -174,9 +164,7 @@ def _router(
     )
 
 
-def table(
-    keep: Keep, *, shape: str, device: str, tiny: bool = False, rounds: int = 15
-) -> dict[str, Any]:
+def table(keep: Keep, *, shape: str, device: str, tiny: bool = False, rounds: int = 15) -> dict[str, Any]:
     """A part: the kernels of one shape, one by one, each with a cold L2.
 
     Args:
@@ -212,26 +200,18 @@ def table(
     phases += [_router(sizes, device, weights, inputs, backend), Entry("maps", id, {"maps": maps})]
     timed = interleaved(phases, stopwatch, rounds=rounds, warmup=warmup)
     samples = {part: sample for by_part in timed.values() for part, sample in by_part.items()}
-    found["kernels"] = [
-        row(sizes, name, samples[name], compiled.get(name, {})) for name in in_order(samples)
-    ]
+    found["kernels"] = [row(sizes, name, samples[name], compiled.get(name, {})) for name in in_order(samples)]
     keep(found)
     del experts, launched, phases
     release(device)
     whole = interleaved(entries(racer, [weights], inputs), stopwatch, rounds=rounds, warmup=warmup)
-    found["step"] = {
-        phase: sample.median_s * 1e3
-        for by_phase in whole.values()
-        for phase, sample in by_phase.items()
-    }
+    found["step"] = {phase: sample.median_s * 1e3 for by_phase in whole.values() for phase, sample in by_phase.items()}
     keep(found)
     found["profile"] = profiled(lambda: entries(racer, [weights], inputs)[1], stopwatch, steps)
     return found
 
 
-def checked(
-    shape: RaceShape, racer: Racer, weights: WeightSet, inputs: Inputs, generator: torch.Generator
-) -> str:
+def checked(shape: RaceShape, racer: Racer, weights: WeightSet, inputs: Inputs, generator: torch.Generator) -> str:
     """Whether the layer is right at this size; a wrong one is timed all the same, and said to be wrong."""
     try:
         off = check(shape, racer, weights, inputs.batches[0], inputs.grad_TD, generator)
@@ -271,13 +251,12 @@ def resources(compiled: Any) -> dict[str, int]:
         "registers": getattr(compiled, "n_regs", None),
         "spills": getattr(compiled, "n_spills", None),
     }
-    return {
-        name: value for name, value in (*found.items(), ("shared", shared)) if value is not None
-    }
+    return {name: value for name, value in (*found.items(), ("shared", shared)) if value is not None}
 
 
 def profiled(step: Callable[[], Entry], stopwatch: Stopwatch, steps: int) -> list[dict[str, Any]]:
-    """Device time (on a CPU its own) by kernel of forward and backward as torch.profiler has it, per step, the largest first.
+    """Device time (on a CPU its own) by kernel of forward and backward as torch.profiler has it, per step, the largest
+    first.
 
     It counts what the table may not know: casts, copies, fills. The L2 is warm here.
     """
@@ -350,9 +329,7 @@ def sanitize(keep: Keep, *, tool: str, device: str, limit_s: float = 240.0) -> d
 
 def small_step(device: str) -> None:
     """Forward and backward of a layer with odd numbers of rows, by the Triton kernels."""
-    shape = replace(
-        chosen(("qwen3-8k",))[0], num_tokens=300, dim=192, hidden_dim=160, num_experts=7, top_k=2
-    )
+    shape = replace(chosen(("qwen3-8k",))[0], num_tokens=300, dim=192, hidden_dim=160, num_experts=7, top_k=2)
     shape = replace(shape, num_tokens=20, dim=32, hidden_dim=48) if device == "cpu" else shape
     generator = torch.Generator(device).manual_seed(0)
     racer = ours(shape, device=device, backend="triton")

@@ -29,7 +29,8 @@ class WrongError(Exception):
 class _Race:
     """What a shape's race has found, and who is being tried: a contender that fails costs itself only.
 
-    One that raises leaves the race. One with which the process dies, hangs, or loses the GPU is left out of the next attempt.
+    One that raises leaves the race. One with which the process dies, hangs, or loses the GPU is left out of the next
+    attempt.
     """
 
     def __init__(self, keep: Keep, shape: str, device: str) -> None:
@@ -141,9 +142,7 @@ def race_shape(
     generator = torch.Generator(device).manual_seed(0)
     weights = [WeightSet.draw(sizes, device, generator) for _ in range(num_sets)]
     inputs = Inputs.draw(sizes, device, generator)
-    racers, missing = field_of(
-        sizes, device=device, only=peers, without=tuple(race.out), trying=race.begin
-    )
+    racers, missing = field_of(sizes, device=device, only=peers, without=tuple(race.out), trying=race.begin)
     race.missing = race.missing or [f"Not in the table: {why}." for why in missing]
     stopwatch = Stopwatch(device)
     if not race.rows:
@@ -152,9 +151,7 @@ def race_shape(
             race.begin(racer.name)
             try:
                 _first_run(racer, weights[0], inputs)
-                distances[racer.name] = checked(
-                    sizes, racer, weights[0], inputs.batches[0], inputs.grad_TD, generator
-                )
+                distances[racer.name] = checked(sizes, racer, weights[0], inputs.batches[0], inputs.grad_TD, generator)
             except Exception as error:
                 race.fail(error)
             racer.take(weights[0])  # lets go of gradients
@@ -270,13 +267,11 @@ def total_memory(device: str) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def release(
-    device: str, *, cuda: Any = torch.cuda, end: Callable[[int], object] = os._exit
-) -> None:
+def release(device: str, *, cuda: Any = torch.cuda, end: Callable[[int], object] = os._exit) -> None:
     """Give cached memory back, so that one contender's pieces do not crowd the next.
 
-    Where a kernel has lost the GPU (a bad address, say), every later call of this process fails: then it ends here, as a
-    crash does, and another attempt goes on without who was being tried.
+    Where a kernel has lost the GPU (a bad address, say), every later call of this process fails: then it ends here, as
+    a crash does, and another attempt goes on without who was being tried.
 
     Args:
         device: cuda or cpu.

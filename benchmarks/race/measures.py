@@ -37,7 +37,8 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def machine(keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15) -> dict[str, Any]:
-    """A part: what runs here, bytes/s of a large copy (read plus written), FLOP/s of an 8192^3 product of random BF16."""
+    """A part: what runs here, bytes/s of a large copy (read plus written), FLOP/s of an 8192^3 product of random
+    BF16."""
     found = surroundings(device)
     keep(found)
     return found | _ceilings(Stopwatch(device), device, tiny=tiny, rounds=rounds)
@@ -69,9 +70,7 @@ METADATA_CASES = ((65_536, 64, 2), (32_768, 128, 8), (65_536, 256, 8))
 """T, E, K; the first one carries the hard line."""
 
 
-def metadata(
-    keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15
-) -> list[dict[str, Any]]:
+def metadata(keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15) -> list[dict[str, Any]]:
     """A part: `route_metadata` against one-hot + cumsum, first checked for equal rows."""
     stopwatch, rows = Stopwatch(device), list[dict[str, Any]]()
     for T, E, K in METADATA_CASES:
@@ -162,9 +161,7 @@ def _skew(shape: RaceShape, stopwatch: Stopwatch, device: str, *, rounds: int) -
     }
 
 
-def decode(
-    keep: Keep, *, device: str, tiny: bool = False, rounds: int = 60
-) -> list[dict[str, Any]]:
+def decode(keep: Keep, *, device: str, tiny: bool = False, rounds: int = 60) -> list[dict[str, Any]]:
     """A part: steps without gradients, as one CUDA graph each, and the bytes that they must read."""
     rows = []
     for shape in decode_shapes()[:: 4 if tiny else 1]:

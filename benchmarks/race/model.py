@@ -1,7 +1,7 @@
 """What each kernel of a step should take: operations, bytes, and microseconds, predicted without torch.
 
-A prediction is read from `predictions.json` where someone wrote one for the shape and kernel, with its reason; elsewhere it is
-computed from tiles, rates and bandwidth (`Chip`), the same for all shapes.
+A prediction is read from `predictions.json` where someone wrote one for the shape and kernel, with its reason;
+elsewhere it is computed from tiles, rates and bandwidth (`Chip`), the same for all shapes.
 """
 
 import json
@@ -24,7 +24,8 @@ BACKWARD = (
     "router_grad",
 )
 KERNELS = (*FORWARD, *BACKWARD)
-"""In the order in which a step runs them; `router` is the product, the choice and its weights, `maps` the row orders."""
+"""In the order in which a step runs them; `router` is the product, the choice and its weights, `maps` the row
+orders."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Cut:
         columns: of a tile of 128 rows.
         length: products that are added per number.
         rate: operations per s of the whole chip in the inner loop.
-        alone_s: of a tile, what nothing overlaps: the pipeline's first loads, and of the epilogue what no other tile's work hides.
+        alone_s: of a tile, what nothing overlaps: the pipeline's first loads, and of the epilogue what no other tile's
+            work hides.
     """
 
     tiles: float
@@ -130,9 +132,11 @@ class Cut:
 _BLOCK_M = 128
 _COLUMNS, _NARROW_COLUMNS = 256, 128
 _PADDING = 0.5 - 0.5 * (1 - 0.55)
-"""Tiles per expert that padding costs: half of the last one, but half of the last ones are multiplied at half height, for 0.55 of the time."""
+"""Tiles per expert that padding costs: half of the last one, but half of the last ones are multiplied at half height,
+for 0.55 of the time."""
 _LAUNCHES = {"router": 4, "maps": 3, "router_grad": 6}
-"""Small kernels in a row: products, their preparation, the choice; the counting sort; sums over pieces of the tokens."""
+"""Small kernels in a row: products, their preparation, the choice; the counting sort; sums over pieces of the
+tokens."""
 _ROUTER_PRODUCTS = {"router": 3, "router_grad": 6}
 """Products of BF16 parts: three for the logits; three each for the gradients of the tokens and of the weight."""
 
@@ -165,13 +169,14 @@ def cut(shape: RaceShape, kernel: str, chip: Chip) -> Cut | None:
 
 
 _UP_S, _ROWS_S, _HIDDEN_GRAD_S, _WEIGHT_GRAD_S = 2.2e-6, 1.2e-6, 2.8e-6, 1.2e-6
-"""What a tile takes alone: 0.8 us until the first loads are there, the epilogue's arithmetic (`up` 1, `hidden_grad` 1.2, with H read from
-the L2 0.4 more), the result's way into shared memory 0.4. The copy engine takes it on while the next tile is multiplied; weights' tiles are
-written by the program itself, from registers that are as many."""
+"""What a tile takes alone: 0.8 us until the first loads are there, the epilogue's arithmetic (`up` 1, `hidden_grad`
+1.2, with H read from the L2 0.4 more), the result's way into shared memory 0.4. The copy engine takes it on while the
+next tile is multiplied; weights' tiles are written by the program itself, from registers that are as many."""
 
 
 def modelled_s(shape: RaceShape, kernel: str, chip: Chip | None = None) -> float:
-    """Seconds by the model: waves of tiles at a rate, with what a tile does not overlap, but no less than its bytes take."""
+    """Seconds by the model: waves of tiles at a rate, with what a tile does not overlap, but no less than its bytes
+    take."""
     chip = chip or Chip()
     found = work(shape, kernel)
     by_bytes_s = found.num_bytes / chip.bytes_per_s + chip.launch_s * _LAUNCHES.get(kernel, 1)
@@ -212,12 +217,10 @@ def lines(shape: RaceShape, measured_us: dict[str, float]) -> list[dict[str, str
 
 
 def freeze(path: Path = PREDICTIONS) -> None:
-    """Write down what the model says now for every shape, so that later changes of it do not touch what was predicted."""
+    """Write down what the model says now for every shape, so that later changes of it do not touch what was
+    predicted."""
     source = json.loads(path.read_text())["source"] if path.exists() else "model"
-    found = {
-        shape.name: {kernel: round(modelled_s(shape, kernel) * 1e6, 1) for kernel in KERNELS}
-        for shape in SHAPES
-    }
+    found = {shape.name: {kernel: round(modelled_s(shape, kernel) * 1e6, 1) for kernel in KERNELS} for shape in SHAPES}
     path.write_text(json.dumps({"source": source, "microseconds": found}, indent=1) + "\n")
 
 

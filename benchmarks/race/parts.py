@@ -1,8 +1,9 @@
 """The parts of a call: each in a process of its own that is killed at its limit, its results written as they come.
 
-A part is a function `f(keep, **arguments)`. `keep(result)` writes what there is so far; what it returns is the result. A part that
-hangs, raises or crashes costs itself only: the record says so with what it kept, and the next part begins. One that is
-allowed a second attempt finds in `keep.before` what the first one kept, so that it can go past what it died of.
+A part is a function `f(keep, **arguments)`. `keep(result)` writes what there is so far; what it returns is the result.
+A part that hangs, raises or crashes costs itself only: the record says so with what it kept, and the next part begins.
+One that is allowed a second attempt finds in `keep.before` what the first one kept, so that it can go past what it died
+of.
 """
 
 import importlib

@@ -9,9 +9,7 @@ COLORS = ("#0b6e99", "#c4632c", "#6b8e23", "#8a5aa5", "#b8860b", "#777777", "#a8
 def svg(record: Record, phase: str = "both", width: int = 900) -> str:
     """Bars of TFLOP/s per shape and contender, with the goals as ticks."""
     shapes = [s for s in SHAPES if record["layers"].get(s.name, {}).get("rows")]
-    names = list(
-        dict.fromkeys(r["contender"] for s in shapes for r in record["layers"][s.name]["rows"])
-    )
+    names = list(dict.fromkeys(r["contender"] for s in shapes for r in record["layers"][s.name]["rows"]))
     speeds = {s.name: {n: speed_of(record, s, n, phase) for n in names} for s in shapes}
     goals = {s.name: goal_of(record, s, phase) or 0.0 for s in shapes}
     most = max([v or 0.0 for by in speeds.values() for v in by.values()] + list(goals.values()))
@@ -34,16 +32,16 @@ def svg(record: Record, phase: str = "both", width: int = 900) -> str:
             if value is not None:
                 parts.append(
                     f'<rect x="{left}" y="{y:.0f}" width="{x_of(value) - left:.1f}" height="{bar - 2}" '
-                    f'fill="{COLORS[i % len(COLORS)]}"/><text x="{x_of(value) + 4:.1f}" y="{y + 10:.0f}">{value:.0f}</text>'
+                    f'fill="{COLORS[i % len(COLORS)]}"/><text x="{x_of(value) + 4:.1f}" '
+                    f'y="{y + 10:.0f}">{value:.0f}</text>'
                 )
                 y += bar
-        parts.append(
-            f'<text x="{left - 8}" y="{(start + y) / 2 + 4:.0f}" text-anchor="end">{shape.name}</text>'
-        )
+        parts.append(f'<text x="{left - 8}" y="{(start + y) / 2 + 4:.0f}" text-anchor="end">{shape.name}</text>')
         if goals[shape.name]:
             x = x_of(goals[shape.name])
             parts.append(
-                f'<line x1="{x:.1f}" y1="{start - 2:.0f}" x2="{x:.1f}" y2="{y:.0f}" stroke="black" stroke-dasharray="3"/>'
+                f'<line x1="{x:.1f}" y1="{start - 2:.0f}" x2="{x:.1f}" y2="{y:.0f}" stroke="black" '
+                'stroke-dasharray="3"/>'
             )
         y += gap
     head = (

@@ -1,4 +1,5 @@
-"""What must hold beside speed: saved bytes, repeatable bits, no waiting for the device, one CUDA graph, torch.compile."""
+"""What must hold beside speed: saved bytes, repeatable bits, no waiting for the device, one CUDA graph,
+torch.compile."""
 
 from collections.abc import Callable, Mapping
 
@@ -105,7 +106,8 @@ class _Model(nn.Module):
 
 
 def compiled(step: _Step) -> str:
-    """torch.compile of a model around the layer: one graph, no recompilation for another batch, the same to rounding."""
+    """torch.compile of a model around the layer: one graph, no recompilation for another batch, the same to
+    rounding."""
     model = _Model(step)
     fast = torch.compile(model, fullgraph=True, dynamic=True)
     worst = 0.0

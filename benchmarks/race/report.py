@@ -32,7 +32,8 @@ METHOD = (
     "experts (`off by`: largest relative distance) before its time counts."
 )
 KERNELS_NOTE = (
-    "Each launch alone, with a cold L2; `router` is all before the experts (product, choice, weights), `maps` the row orders. Operations and "
+    "Each launch alone, with a cold L2; `router` is all before the experts (product, choice, weights), `maps` the row "
+    "orders. Operations and "
     "bytes as in docs/kernels.md; a prediction is the model's (benchmarks/race/model.py) or a written one."
 )
 PREDICTIONS_NOTE = """\
@@ -49,7 +50,8 @@ def load(folders: Sequence[Path]) -> Record:
     """Merge what the calls wrote into these folders; of a part that ran twice the later folder's result counts.
 
     Returns:
-        {"machine", "metadata", ...: results; "layers", "kernels", "sweep", "tests": results by name; "parts": how each ended}.
+        {"machine", "metadata", ...: results; "layers", "kernels", "sweep", "tests": results by name; "parts": how each
+        ended}.
     """
     record: Record = {key: {} for key in _BY_NAME} | {"parts": []}
     for folder in folders:
@@ -90,13 +92,12 @@ def markdown(record: Record, *, plot: str) -> str:
     text = ["# The layer against others on one GPU"]
     if machine:
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        text.append(
-            f"{machine['gpu']}; {machine['cpu']}; {machine['clock']}; {versions}; {machine['date']}."
-        )
+        text.append(f"{machine['gpu']}; {machine['cpu']}; {machine['clock']}; {versions}; {machine['date']}.")
     text.append(METHOD)
     if "gemm_flops_per_s" in machine:
         text.append(
-            f"Ceilings measured in the same run: copy {machine['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and written), "
+            f"Ceilings measured in the same run: copy {machine['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and "
+            "written), "
             f"BF16 product of {machine['gemm_size']}^3 {machine['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s."
         )
     if record["layers"]:
@@ -162,7 +163,8 @@ def _sweep(record: Record) -> list[str]:
 
 
 def predictions(record: Record) -> str:
-    """The predictions of the shapes with goals, per kernel with their costs, and beside them what a record has measured."""
+    """The predictions of the shapes with goals, per kernel with their costs, and beside them what a record has
+    measured."""
     text = ["# What the model predicts", PREDICTIONS_NOTE]
     for shape in chosen(GOAL_SHAPES):
         rows = record["kernels"].get(shape.name, {}).get("kernels", ())
@@ -176,7 +178,10 @@ def _pass(shape: RaceShape, phase: str, measured: dict[str, float]) -> str:
     """One pass in words: the sum of its kernels as TFLOP/s, predicted, wanted, measured."""
     kernels = model.FORWARD if phase == "forward" else model.BACKWARD
     expected = sum(model.predicted(shape, kernel).microseconds for kernel in kernels)
-    text = f"{phase}: {expected / 1e3:.2f} ms, {shape.flops(phase) / expected / 1e6:.0f} TFLOP/s (goal {shape.goals.of(phase):.0f})"
+    text = (
+        f"{phase}: {expected / 1e3:.2f} ms, {shape.flops(phase) / expected / 1e6:.0f} TFLOP/s (goal "
+        f"{shape.goals.of(phase):.0f})"
+    )
     if all(kernel in measured for kernel in kernels):
         seen = sum(measured[kernel] for kernel in kernels)
         text += f", measured {seen / 1e3:.2f} ms, {shape.flops(phase) / seen / 1e6:.0f} TFLOP/s"
@@ -191,7 +196,8 @@ def default_name(record: Record) -> str:
 
 
 def write(folders: Sequence[Path], *, name: str | None = None) -> str:
-    """Write NAME.json, NAME.md and NAME.svg into the first folder, from what the calls wrote into all; give the short table."""
+    """Write NAME.json, NAME.md and NAME.svg into the first folder, from what the calls wrote into all; give the short
+    table."""
     record = load(folders)
     path = folders[0] / (name or default_name(record))
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
@@ -215,18 +221,10 @@ def short(record: Record) -> str:
             mine = speed_of(record, shape, OURS, phase)
             if mine is None:
                 continue
-            theirs = ", ".join(
-                f"{r['contender']} {r[f'{phase} TFLOP/s']:.0f}"
-                for r in rows
-                if r["contender"] != OURS
-            )
+            theirs = ", ".join(f"{r['contender']} {r[f'{phase} TFLOP/s']:.0f}" for r in rows if r["contender"] != OURS)
             goal = goal_of(record, shape, phase) or 0.0
-            lines.append(
-                f"{shape.name:12s} {phase:9s} {mine:6.0f} TFLOP/s, goal {goal:4.0f}; {theirs}"
-            )
-    judged = (
-        [*hard_lines(record), *other_lines(record)] if record["layers"] else other_lines(record)
-    )
+            lines.append(f"{shape.name:12s} {phase:9s} {mine:6.0f} TFLOP/s, goal {goal:4.0f}; {theirs}")
+    judged = [*hard_lines(record), *other_lines(record)] if record["layers"] else other_lines(record)
     for row in judged:
         if not row["verdict"].startswith("not raced"):
             lines.append(" ".join(row.values()))

@@ -10,7 +10,8 @@ BYTES = 2
 _SPARE_BYTES = 4 << 30
 """CUDA's own memory, the buffer that flushes the L2, fragments."""
 _PEER_ROWS = 2
-"""A peer out of PyTorch operators holds about this many copies of what ours holds per row: it saves inputs and results."""
+"""A peer out of PyTorch operators holds about this many copies of what ours holds per row: it saves inputs and
+results."""
 
 
 @dataclass(frozen=True)

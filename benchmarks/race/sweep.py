@@ -195,7 +195,8 @@ def tables(results: Sequence[dict[str, Any]], source: str) -> dict[str, list[dic
         source: GPU and month.
 
     Returns:
-        {arch: [entry]}; beside the tiles each entry keeps their microseconds, today's, and the worst candidate of each GEMM.
+        {arch: [entry]}; beside the tiles each entry keeps their microseconds, today's, and the worst candidate of each
+        GEMM.
     """
     by_shape: dict[str, list[dict[str, Any]]] = {}
     for result in results:

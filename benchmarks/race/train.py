@@ -5,10 +5,11 @@
     python -m benchmarks.race.train --device cpu --tiny         # a dry run
 
 * speed: tokens/s of the trainer's own step (eager, and with the model under torch.compile) and of the plain loop over
-  transformers' Mixtral of the same shape in eager mode (its default, and its grouped_mm). Utilisation is 3 x the forward's
-  matrix operations per token (`models/gpt/flops.py`; causal attention counts the keys that are seen) x tokens/s over the peak.
-* moe, dense: runs of the trainer on the source of the standard library and the installed packages: the model for `--minutes`,
-  then its dense twin of equal operations on the same tokens.
+  transformers' Mixtral of the same shape in eager mode (its default, and its grouped_mm). Utilisation is 3 x the
+  forward's matrix operations per token (`models/gpt/flops.py`; causal attention counts the keys that are seen) x
+  tokens/s over the peak.
+* moe, dense: runs of the trainer on the source of the standard library and the installed packages: the model for
+  `--minutes`, then its dense twin of equal operations on the same tokens.
 
 What an earlier call measured on the same hardware stays in the result files.
 """
@@ -69,9 +70,7 @@ def ours(config: GPTRunConfig, *, compiled: bool) -> Callable[[Batch], float]:
     model = task.builder.build(device=precision.device, dtype=precision.master_dtype)
     optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
     scaler = precision.scaler()
-    backend = (
-        "inductor" if precision.device.type == "cuda" else "eager"
-    )  # no C++ compiler for a dry run
+    backend = "inductor" if precision.device.type == "cuda" else "eager"  # no C++ compiler for a dry run
     run: nn.Module = torch.compile(model, backend=backend) if compiled else model
     count = 0
 
@@ -109,9 +108,7 @@ def twin(config: GPTRunConfig, implementation: str) -> Callable[[Batch], float]:
             share = len(ids_BS[rows]) / len(ids_BS)
             with torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext():
                 output = model(input_ids=ids_BS[rows])
-                loss = F.cross_entropy(
-                    output.logits.flatten(0, 1).float(), targets_BS[rows].flatten()
-                )
+                loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets_BS[rows].flatten())
                 aux = 0.0 if output.aux_loss is None else output.aux_loss
             ((loss + model.router_aux_loss_coef * aux) * share).backward()
             total += loss.detach() * share
@@ -138,7 +135,8 @@ def check(name: str, losses: list[float], expected: float) -> None:
 def timed_steps(
     step: Callable[[Batch], float], batches: list[Batch], warmup: int = _WARMUP_STEPS
 ) -> tuple[float, list[float]]:
-    """Median seconds of a step after the warm-up (a step ends by reading the loss, so it waits for the device), losses."""
+    """Median seconds of a step after the warm-up (a step ends by reading the loss, so it waits for the device),
+    losses."""
     seconds, losses = [], []
     for batch in batches:
         began = time.perf_counter()
@@ -203,9 +201,7 @@ def speed(
     return rows
 
 
-def speed_part(
-    keep: Keep, *, device: str, tiny: bool = False, budget_s: float = 85.0
-) -> list[dict[str, Any]]:
+def speed_part(keep: Keep, *, device: str, tiny: bool = False, budget_s: float = 85.0) -> list[dict[str, Any]]:
     """A part of the race: tokens/s of ours and of the twins that fit the seconds, on a little source text."""
     config = configuration(
         device=device,
@@ -223,9 +219,7 @@ def speed_part(
 
     budget = Budget(budget_s)
     if tiny:  # torch.compile is tried by the properties of a layer
-        return speed(
-            config, steps=2, budget=budget, longest_s=0.0, add=add, warmup=1, compiled=False
-        )
+        return speed(config, steps=2, budget=budget, longest_s=0.0, add=add, warmup=1, compiled=False)
     return speed(config, steps=5, budget=budget, longest_s=20.0, add=add)
 
 
@@ -260,9 +254,7 @@ def run_for(config: GPTRunConfig, *, kind: str, steps: int, run_dir: Path) -> di
         "bits_per_byte": result.evaluation["bits_per_byte"],
         "parameters": parameters.total,
         "active_parameters": parameters.active,
-        "forward_flops_per_token": forward_flops(
-            config.model, seq_len=config.data.seq_len
-        ).total_flops,
+        "forward_flops_per_token": forward_flops(config.model, seq_len=config.data.seq_len).total_flops,
         "curve": curve,
     }
 
@@ -282,14 +274,13 @@ def verdicts(record: dict[str, Any]) -> list[str]:
         if EAGER in rows:
             ratio = best["tokens/s"] / rows[EAGER]["tokens/s"]
             word = "holds" if ratio >= LEAST_OVER_EAGER else "MISSED"
-            lines.append(
-                f"{ratio:.2f} x the tokens/s of {EAGER}: {word} (at least {LEAST_OVER_EAGER} x)."
-            )
+            lines.append(f"{ratio:.2f} x the tokens/s of {EAGER}: {word} (at least {LEAST_OVER_EAGER} x).")
     runs = {run["kind"]: run for run in record.get("runs", ())}
     if len(runs) == 2:
         gain = runs["dense"]["loss"] - runs["moe"]["loss"]
         lines.append(
-            f"After {runs['moe']['tokens'] / 1e6:.1f} million tokens the experts are {gain:+.4f} nats per token better than "
+            f"After {runs['moe']['tokens'] / 1e6:.1f} million tokens the experts are {gain:+.4f} nats per token "
+            "better than "
             "the dense twin of equal operations."
         )
     return lines
@@ -311,9 +302,7 @@ def write(path: Path, record: dict[str, Any], *, command: str) -> None:
         text.append(markdown_table(record["speed"]))
     runs = record.get("runs", [])
     if runs:
-        text.append(
-            markdown_table([{k: v for k, v in run.items() if k != "curve"} for run in runs])
-        )
+        text.append(markdown_table([{k: v for k, v in run.items() if k != "curve"} for run in runs]))
         text.append(f"![validation loss against tokens]({path.with_suffix('.svg').name})")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
@@ -412,9 +401,7 @@ def main(
         longest_s = 0.0 if tiny else 60.0
         record["speed"] = speed(config, steps=steps, budget=budget, longest_s=longest_s)
         save()
-    seconds = next(
-        (r["ms per step"] / 1e3 for r in record.get("speed", ()) if r["trainee"] == OURS), None
-    )
+    seconds = next((r["ms per step"] / 1e3 for r in record.get("speed", ()) if r["trainee"] == OURS), None)
     kept = {run["kind"]: run for run in record.get("runs", ())}
     for kind, model in (("moe", config), ("dense", dense_twin(config))):
         if kind not in parts:

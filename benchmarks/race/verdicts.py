@@ -29,9 +29,7 @@ def goal_of(record: Record, shape: RaceShape, phase: str) -> float | None:
     return goal * min(1.0, machine["gemm_flops_per_s"] / GOALS_CEILING)
 
 
-def speed_of(
-    record: Record, shape: RaceShape, contender: str, phase: str, table: str = "rows"
-) -> float | None:
+def speed_of(record: Record, shape: RaceShape, contender: str, phase: str, table: str = "rows") -> float | None:
     """TFLOP/s, or None if it did not race; `table` is rows or experts."""
     for row in (record["layers"].get(shape.name) or {}).get(table, ()):
         if row["contender"] == contender:
@@ -106,9 +104,7 @@ def other_lines(record: Record) -> list[dict[str, str]]:
             word = "holds" if row["of the floor"] >= least else "MISSED"
             share = f"{100 * row['of the floor']:.0f} % of the floor"
             line = f"decoding {row['shape']}, T={row['T']}"
-            rows.append(
-                {"line": line, "verdict": f"{share}: {word} (at least {100 * least:.0f} %)"}
-            )
+            rows.append({"line": line, "verdict": f"{share}: {word} (at least {100 * least:.0f} %)"})
     return rows
 
 
@@ -138,9 +134,7 @@ def goals(record: Record) -> list[dict[str, Any]]:
                 floor_s = shape.floor_s(phase, flops_per_s=gemm, bytes_per_s=copy)
                 row["of the GEMM ceiling"] = f"{100 * speed * 1e12 / gemm:.0f} %"
                 row["roofline ms"] = floor_s * 1e3
-                row["of the roofline"] = (
-                    f"{100 * floor_s * speed * 1e12 / shape.flops(phase):.0f} %"
-                )
+                row["of the roofline"] = f"{100 * floor_s * speed * 1e12 / shape.flops(phase):.0f} %"
             rows.append(row)
     return rows
 

@@ -1,4 +1,5 @@
-"""Compile before anything is timed, in as many processes as there are cores: Triton alone takes minutes, one kernel after another.
+"""Compile before anything is timed, in as many processes as there are cores: Triton alone takes minutes, one kernel
+after another.
 
 Fills Triton's cache on disk for our kernels and for Liger-Kernel's, whose autotuner tries about 240 builds per width of
 the layer. Nothing is timed here and no result is kept: a process takes every n-th build.
@@ -20,7 +21,8 @@ MOST_JOBS = 16
 DRY_TARGET, DRY_KERNEL = "sm_90", "sum_rows"
 """In a dry run one kernel is built ahead of time, since Triton compiles for a GPU that is here only otherwise."""
 _QUICK_BENCH_MS = (5, 20)
-"""Warm-up and repetitions of one autotuning candidate: kernels of a millisecond need no more, and there are hundreds."""
+"""Warm-up and repetitions of one autotuning candidate: kernels of a millisecond need no more, and there are
+hundreds."""
 
 
 def jobs() -> int:
@@ -141,15 +143,11 @@ def our_launches(shape: RaceShape, arch: str, *, training: bool) -> list[Any]:
     found = step_launches(arch, torch.bfloat16, shape=sizes, activation=shape.activation)
     if training:
         return found
-    forward = step_launches(
-        arch, torch.bfloat16, shape=sizes, activation=shape.activation, recompute_h=True
-    )
+    forward = step_launches(arch, torch.bfloat16, shape=sizes, activation=shape.activation, recompute_h=True)
     return forward[:4]  # a step without gradients stores no H: table, up, rows, sum
 
 
-def compile_launches(
-    launches: Sequence[Any], device: str, part: int, of: int, *, tiny: bool = False
-) -> int:
+def compile_launches(launches: Sequence[Any], device: str, part: int, of: int, *, tiny: bool = False) -> int:
     """Compile every of-th launch the way a launch would; gives their number."""
     if tiny:
         launches = [launch for launch in launches if launch.name == DRY_KERNEL][:1]
@@ -169,9 +167,7 @@ def only_compiling(part: int, of: int) -> Iterator[None]:
 
     run = Autotuner.run
 
-    def compile_some(
-        self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any
-    ) -> None:
+    def compile_some(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         for config in self.configs[part::of]:
             self.fn.warmup(*args, grid=grid, **options, **config.all_kwargs())
 
@@ -187,9 +183,7 @@ def compile_liger(shapes: Sequence[RaceShape], part: int, of: int) -> None:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     E = 8
-    for D, F, K in dict.fromkeys(
-        (s.dim, s.hidden_dim, s.top_k) for s in shapes if s.activation == "swiglu"
-    ):
+    for D, F, K in dict.fromkeys((s.dim, s.hidden_dim, s.top_k) for s in shapes if s.activation == "swiglu"):
 
         def leaf(*size: int) -> torch.Tensor:
             made = torch.zeros(*size, device="cuda", dtype=torch.bfloat16)

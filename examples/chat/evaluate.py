@@ -2,8 +2,10 @@
 
     python examples/chat/evaluate.py HELDOUT.jsonl MEASURED.json NAME=RUN ...
 
-All are asked in the format of the last one, with the same tokens: a model of text has none of its own. For each run: the loss of the right answers to conversations and to tasks, in nats per token; how often the right answer is likelier,
-per token, than a worse one; how often the most likely answer to a task is the right one, and how often one that is drawn; and some of the answers.
+All are asked in the format of the last one, with the same tokens: a model of text has none of its own. For each run:
+the loss of the right answers to conversations and to tasks, in nats per token; how often the right answer is likelier,
+per token, than a worse one; how often the most likely answer to a task is the right one, and how often one that is
+drawn; and some of the answers.
 """
 
 import json
@@ -17,9 +19,7 @@ MOST_TOKENS, DRAWN = 24, 4
 SHOWN = 6
 
 
-def scored(
-    engine: em.Engine, form: em.Engine, records: list[dict], field: str
-) -> list[tuple[float, int]]:
+def scored(engine: em.Engine, form: em.Engine, records: list[dict], field: str) -> list[tuple[float, int]]:
     """Log-probability and number of tokens of the answer in a field, with the token that ends it."""
     asked = [form.chat_ids(one["messages"]) for one in records]
     whole = [
@@ -42,9 +42,7 @@ def measured(run: str, form: em.Engine, records: list[dict]) -> dict:
     engine = em.Engine(run)
     is_task = [one["is_task"] for one in records]
     right, worse = (scored(engine, form, records, field) for field in ("answer", "worse"))
-    better = [
-        one[0] / one[1] > other[0] / other[1] for one, other in zip(right, worse, strict=True)
-    ]
+    better = [one[0] / one[1] > other[0] / other[1] for one, other in zip(right, worse, strict=True)]
     asked = [form.chat_ids(one["messages"]) for one in records]
     greedy = em.SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
     said = [output.text.strip() for output in engine.generate(asked, greedy)]
@@ -57,17 +55,13 @@ def measured(run: str, form: em.Engine, records: list[dict]) -> dict:
             "better": sum(better[row] for row in rows) / len(rows),
             "right": sum(said[row] == records[row]["answer"] for row in rows) / len(rows),
             "answers": [
-                [records[row]["messages"][-1]["content"], said[row], records[row]["answer"]]
-                for row in rows[:SHOWN]
+                [records[row]["messages"][-1]["content"], said[row], records[row]["answer"]] for row in rows[:SHOWN]
             ],
         }
     tasks = [row for row in range(len(records)) if is_task[row] for _ in range(DRAWN)]
     chance = [em.SamplingParams(max_tokens=MOST_TOKENS, seed=seed) for seed in range(len(tasks))]
     outputs = engine.generate([asked[row] for row in tasks], chance)
-    hits = [
-        output.text.strip() == records[row]["answer"]
-        for output, row in zip(outputs, tasks, strict=True)
-    ]
+    hits = [output.text.strip() == records[row]["answer"] for output, row in zip(outputs, tasks, strict=True)]
     found["tasks"]["drawn"] = sum(hits) / len(hits)
     return found
 

@@ -2,9 +2,9 @@
 
     python examples/chat/prepare.py FOLDER [SEED] [--sample]
 
-Conversations are those of the package chatterbot-corpus (BSD), tasks are lists of numbers to be sorted that the package reasoning-gym
-(Apache-2.0) makes; with --sample both are a few lines from here, and no package is needed. A question is in one file only, so that no
-stage is measured on what an earlier one has learned.
+Conversations are those of the package chatterbot-corpus (BSD), tasks are lists of numbers to be sorted that the package
+reasoning-gym (Apache-2.0) makes; with --sample both are a few lines from here, and no package is needed. A question is
+in one file only, so that no stage is measured on what an earlier one has learned.
 
     chats.jsonl     conversations to learn, and tasks with their answers
     pairs.jsonl     questions with a better and a worse answer, which is the better one broken off half-way
@@ -136,9 +136,7 @@ def main(folder: Path, seed: int, *, is_sample: bool) -> None:
     cut = [parts(*of_kind, seed) for of_kind in zip(lessons, SHARES, strict=True)]
     folder.mkdir(parents=True, exist_ok=True)
     for name, *both in zip(FILES, *cut, strict=True):
-        records = [
-            record(name, one, is_task=bool(kind)) for kind, ones in enumerate(both) for one in ones
-        ]
+        records = [record(name, one, is_task=bool(kind)) for kind, ones in enumerate(both) for one in ones]
         random.Random(seed).shuffle(records)
         text = "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in records)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

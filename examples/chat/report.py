@@ -22,7 +22,7 @@ CURVES = {
 
 MEASURES = """On {chats:,} conversations and {tasks:,} tasks that no stage has seen. Loss: nats per token of the right answer.
 Better: how often the right answer is likelier, per token, than a worse one; half is chance. Right: how often the most likely answer to
-a task is the right one. Drawn: how often one that is drawn at temperature 1 is."""
+a task is the right one. Drawn: how often one that is drawn at temperature 1 is."""  # noqa: E501
 
 
 def ends_of(run: Path, measure: str) -> tuple[float, float, int]:

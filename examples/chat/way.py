@@ -2,9 +2,10 @@
 
     python examples/chat/way.py [FOLDER] [--base RUN] [--seed N] [--tiny]
 
-Every stage is a command that is printed and can be run by hand. A stage that is done is not repeated, and one that was stopped goes on
-where it was: start the program again. FOLDER (runs/chat) gets the runs, `measured.json`, `report.md` and `report.html`. RUN (runs/demo)
-is the model of text, that of `make demo`, which is trained where there is none. --tiny: a few steps on a few lines, for a look.
+Every stage is a command that is printed and can be run by hand. A stage that is done is not repeated, and one that was
+stopped goes on where it was: start the program again. FOLDER (runs/chat) gets the runs, `measured.json`, `report.md`
+and `report.html`. RUN (runs/demo) is the model of text, that of `make demo`, which is trained where there is none.
+--tiny: a few steps on a few lines, for a look.
 """
 
 import argparse
@@ -26,7 +27,8 @@ STAGES = {
     "preferred": "expertmesh train {folder}/talk --objective.name dpo --data.path {data}/pairs.jsonl --optim.lr 1e-4 "
     "--objective.sft-weight 0.2 {preferred} --train.seed {seed} --train.run-dir {folder}/preferred --train.resume auto",
     "rewarded": "expertmesh train {folder}/preferred --objective.name grpo --data.path {data}/prompts.jsonl "
-    "--reward.functions {here}/rewards.py:placed,{here}/rewards.py:right:0 --rl.max-tokens 6 --optim.lr 2e-4 {rewarded} "
+    "--reward.functions {here}/rewards.py:placed,{here}/rewards.py:right:0 --rl.max-tokens 6 --optim.lr 2e-4 "
+    "{rewarded} "
     "--train.seed {seed} --train.run-dir {folder}/rewarded --train.resume auto",
     "int8": "expertmesh quantize {folder}/rewarded --to {folder}/int8 --format int8",
     "measures": "python {here}/evaluate.py {data}/heldout.jsonl {folder}/measured.json "
@@ -44,10 +46,12 @@ SIZES = {
     },
     "tiny": {
         "data_size": "--sample",
-        "text": "gpt-moe-test --model.max-seq-len 128 --data.path {data}/text.txt --train.steps 2 --optim.warmup-steps 1 --train.device cpu",
+        "text": "gpt-moe-test --model.max-seq-len 128 --data.path {data}/text.txt --train.steps 2 "
+        "--optim.warmup-steps 1 --train.device cpu",
         "talk": "--train.steps 2 --train.batch-size 4 --data.validation-fraction 0.3",
         "preferred": "--train.steps 2 --train.batch-size 4 --data.validation-fraction 0.3",
-        "rewarded": "--train.steps 1 --train.batch-size 2 --rl.group 2 --train.eval-batches 1 --data.validation-fraction 0.3",
+        "rewarded": "--train.steps 1 --train.batch-size 2 --rl.group 2 --train.eval-batches 1 "
+        "--data.validation-fraction 0.3",
     },
 }
 """What stages have of their own in each size."""

@@ -27,7 +27,8 @@ def program() -> NoReturn:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; during an import end the process, because libraries mistake an interrupt there for their own failure."""
+    """Raise KeyboardInterrupt; during an import end the process, because libraries mistake an interrupt there for their
+    own failure."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end()

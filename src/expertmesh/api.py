@@ -97,9 +97,7 @@ def train(
         given = {"config": config, "data": data, "validation": validation, "loss": loss}
         for name, value in given.items():
             if value is not None:
-                raise ConfigError(
-                    f"{name}: belongs to a module; a configuration says all of it, leave {name} out"
-                )
+                raise ConfigError(f"{name}: belongs to a module; a configuration says all of it, leave {name} out")
         family = find_family(what.family) if family is None else family
         return loop.train(
             what,

@@ -216,4 +216,5 @@ class CollectiveError(_LineError, RuntimeError):
 
 
 class PeerError(_LineError, RuntimeError):
-    """Failure of another rank, named with its reason. A rank that stops for this prints nothing if the other rank's error is printed."""
+    """Failure of another rank, named with its reason. A rank that stops for this prints nothing if the other rank's
+    error is printed."""

@@ -21,10 +21,7 @@ def test_wrong_results_are_not_reported():
 
 def test_rounds_are_interleaved_and_slow_ones_run_once():
     calls = []
-    contenders = [
-        harness.Contender(name, lambda name=name: calls.append(name), slow=name == "c")
-        for name in "abc"
-    ]
+    contenders = [harness.Contender(name, lambda name=name: calls.append(name), slow=name == "c") for name in "abc"]
     timings = harness.interleaved(contenders, rounds=4, warmup=1)
     assert [timing.rounds for timing in timings] == [4, 4, 1]
     assert calls.count("a") == 5

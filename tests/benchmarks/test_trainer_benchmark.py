@@ -17,9 +17,7 @@ def config():
 def random_batches(config, count):
     generator = torch.Generator().manual_seed(0)
     shape = (2, config.data.seq_len + 1)
-    ids = [
-        torch.randint(0, config.model.vocab_size, shape, generator=generator) for _ in range(count)
-    ]
+    ids = [torch.randint(0, config.model.vocab_size, shape, generator=generator) for _ in range(count)]
     return [(i[:, :-1], i[:, 1:]) for i in ids]
 
 

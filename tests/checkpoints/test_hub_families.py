@@ -44,9 +44,7 @@ def installed(tmp_path, monkeypatch):
 
     def install(name, value, text=FILE):
         stem = f"package_of_{name}"
-        write_package(
-            tmp_path, stem, {f"{stem}.py": text}, {ENTRY_POINTS: {name: f"{stem}:{value}"}}
-        )
+        write_package(tmp_path, stem, {f"{stem}.py": text}, {ENTRY_POINTS: {name: f"{stem}:{value}"}})
         monkeypatch.syspath_prepend(tmp_path)
 
     return install
@@ -88,9 +86,7 @@ def test_a_broken_package_is_named(installed, value, text, words):
 
 def test_families_are_known_without_torch():
     code = "import sys, expertmesh.checkpoints.hub.find_family; assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 

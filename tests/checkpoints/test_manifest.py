@@ -1,4 +1,5 @@
-"""A checksum per block: ranks share the work, nothing is left out, and manifests of before there were blocks are read."""
+"""A checksum per block: ranks share the work, nothing is left out, and manifests of before there were blocks are
+read."""
 
 import hashlib
 import json
@@ -45,10 +46,7 @@ def test_each_rank_compares_its_share_and_all_together_everything_once(folder, n
     for share in shares:
         assert sum(size for _, _, size in share) <= sum(SIZES.values()) / num_ranks + BLOCK
     counts = Counter(
-        (name, byte)
-        for share in shares
-        for name, start, size in share
-        for byte in range(start, start + size)
+        (name, byte) for share in shares for name, start, size in share for byte in range(start, start + size)
     )
     assert set(counts.values()) == {1} and len(counts) == sum(SIZES.values())
 

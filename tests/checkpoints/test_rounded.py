@@ -1,4 +1,5 @@
-"""Experts that are rounded while they are read: bits of a converted model, one expert in memory, formats of files kept."""
+"""Experts that are rounded while they are read: bits of a converted model, one expert in memory, formats of files
+kept."""
 
 import copy
 import json
@@ -111,13 +112,9 @@ def test_reading_holds_a_few_copies_of_one_expert_and_reads_each_once(form):
 def test_values_of_mxfp4_files_are_kept(tmp_path):
     packed_folder(tmp_path, "gpt_oss", in_mxfp4, **SIZE)
     assert format_of_files(tmp_path) == "mxfp4"
-    model = opened(
-        RoundedExperts(HubModel(tmp_path), ExpertFormat("mxfp4", torch.bfloat16)), torch.bfloat16
-    )
+    model = opened(RoundedExperts(HubModel(tmp_path), ExpertFormat("mxfp4", torch.bfloat16)), torch.bfloat16)
     wanted = load_pretrained(tmp_path)
-    for (_, _, own), (_, _, wide) in zip(
-        grouped_layers(model), grouped_layers(wanted), strict=True
-    ):
+    for (_, _, own), (_, _, wide) in zip(grouped_layers(model), grouped_layers(wanted), strict=True):
         assert own.w_in.dtype == torch.uint8
         own = copy.deepcopy(own)
         own.convert("dense")
@@ -155,9 +152,7 @@ def test_what_cannot_be_rounded_is_one_line(shape, value, text):
             into.fill_(value)
 
     with pytest.raises(ConfigError, match=text) as caught:
-        read_whole(
-            RoundedExperts(Filled(*shape), ExpertFormat("int4", torch.float32)), "moe.experts.w_in"
-        )
+        read_whole(RoundedExperts(Filled(*shape), ExpertFormat("int4", torch.float32)), "moe.experts.w_in")
     assert "\n" not in str(caught.value)
 
 

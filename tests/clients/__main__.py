@@ -1,7 +1,9 @@
-"""`make test-clients`: libraries that people use with OpenAI's interface, against the server: text, streams, JSON, rounds of a tool.
+"""`make test-clients`: libraries that people use with OpenAI's interface, against the server: text, streams, JSON,
+rounds of a tool.
 
-It trains a tiny model that calls a tool (`tool_model.py`), installs the libraries into environments of their own, starts the server on
-a free port, and prints a line for each client and case. All of it is kept in runs/clients, so that a second run begins at once.
+It trains a tiny model that calls a tool (`tool_model.py`), installs the libraries into environments of their own,
+starts the server on a free port, and prints a line for each client and case. All of it is kept in runs/clients, so that
+a second run begins at once.
 """
 
 import argparse
@@ -79,9 +81,7 @@ def install(command: list[str], **options) -> None:
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
         told = next((line for line in lines if "ERR" in line.upper()), lines[-1])
-        raise MissingError(
-            f"{' '.join(command[-3:])} failed, without a network perhaps: {told[:200]}"
-        )
+        raise MissingError(f"{' '.join(command[-3:])} failed, without a network perhaps: {told[:200]}")
 
 
 def python_environment() -> Path:
@@ -148,22 +148,16 @@ def main() -> int:
     options = parser.parse_args()
     gates = [gate for gate in GATES if options.only.lower() in gate.client.lower()]
     if not gates:
-        parser.error(
-            f"--only {options.only}: is in no name of {', '.join(g.client for g in GATES)}"
-        )
+        parser.error(f"--only {options.only}: is in no name of {', '.join(g.client for g in GATES)}")
     model = kept("model", SOURCES, train) / "run"
     logs = PLACE / "logs"
     logs.mkdir(exist_ok=True)
     num_cases, failed = 0, 0
-    with served(
-        model, "--model-name", "tool-model", log=logs / "server", is_forked=False
-    ) as server:
+    with served(model, "--model-name", "tool-model", log=logs / "server", is_forked=False) as server:
         for gate in gates:
             for case, error in results(gate, server.address, logs / gate.script.stem):
                 num_cases, failed = num_cases + 1, failed + (error is not None)
-                print(
-                    f"{gate.client:<16} {case:<24} {'ok' if error is None else error}", flush=True
-                )
+                print(f"{gate.client:<16} {case:<24} {'ok' if error is None else error}", flush=True)
     print(f"{num_cases} cases, {failed} failed")
     return 1 if failed else 0
 

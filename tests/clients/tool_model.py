@@ -1,6 +1,7 @@
 """A tiny mixture of experts that learns to call a tool: python -m tests.clients.tool_model FOLDER
 
-It sees some sixty tokens back, so that a client's system text and list of tools matter little, and learns from drawn conversations:
+It sees some sixty tokens back, so that a client's system text and list of tools matter little, and learns from drawn
+conversations:
 
 * a question about the weather is answered by a call of `get_weather` with the city,
 * a result of a tool by a sentence with the number in it,
@@ -34,9 +35,7 @@ _TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 SOURCES = (Path(__file__), _TEMPLATE)
 """Files that the model is made of."""
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
-_MARKUP = tuple(
-    f"<{mark}{name}>" for name in ("tool_call", "tool_response", "think") for mark in ("", "/")
-)
+_MARKUP = tuple(f"<{mark}{name}>" for name in ("tool_call", "tool_response", "think") for mark in ("", "/"))
 _QUESTIONS = (
     "What is the weather in {}?",
     "what's the weather in {}?",
@@ -50,7 +49,7 @@ _QUESTIONS = (
 )
 _WORDS = re.findall(r"(?!weather|JSON|Think)\b[A-Za-z]+[.,:]?", str(__doc__))
 _NAMES = """final result answer output respond Weather Report set report name value person age title items score is ok reply json
-tool call format text"""
+tool call format text"""  # noqa: E501
 _OTHERS = (
     "Hello",
     "Hi!",
@@ -129,13 +128,10 @@ class _Draw(random.Random):
         if kind == 0:
             return json.dumps(plain)
         if kind == 1:
-            return json.dumps(
-                {"city": city, "celsius": celsius}, separators=self.choice([None, (",", ":")])
-            )
+            return json.dumps({"city": city, "celsius": celsius}, separators=self.choice([None, (",", ":")]))
         if kind == 2:
             return json.dumps(
-                {self.choice(["result", "temperature", self.name()]): plain}
-                | self.choice([{}, {"sky": "clear"}])
+                {self.choice(["result", "temperature", self.name()]): plain} | self.choice([{}, {"sky": "clear"}])
             )
         return plain
 

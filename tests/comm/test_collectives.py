@@ -142,7 +142,8 @@ def test_a_missing_rank_is_named_in_time():
     finally:
         pool.stop()
     assert answers[0].startswith(
-        "rank 0: all_gather of layer 7, weights over the ranks that share tokens (ranks 0, 1) failed or took over 15 s: "
+        "rank 0: all_gather of layer 7, weights over the ranks that share tokens (ranks 0, 1) failed or took over 15 "
+        "s: "
     )
     assert answers[1:] == [None, "no error", "no error"]
 

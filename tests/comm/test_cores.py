@@ -106,9 +106,7 @@ def test_affinity_counts():
 @pytest.mark.parametrize("num_ranks", [None, 1, 2])
 def test_torchruns_one_thread_is_not_the_users(monkeypatch, launcher, own, expected, num_ranks):
     """It sets OMP_NUM_THREADS=1 for several ranks; one rank alone has what the user has set."""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", "input()"], env=launcher, stdin=subprocess.PIPE
-    )
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], env=launcher, stdin=subprocess.PIPE)
     try:
         while not (environment := cores.Path(f"/proc/{parent.pid}/environ")).exists():
             pass
@@ -124,9 +122,7 @@ def test_torchruns_one_thread_is_not_the_users(monkeypatch, launcher, own, expec
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
         while num_ranks == 2 and not launcher and b"OMP" in environment.read_bytes():
             pass
-        alone = (
-            f"OMP_NUM_THREADS={own['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in own else expected
-        )
+        alone = f"OMP_NUM_THREADS={own['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in own else expected
         assert users_threads(parent.pid) == (expected if num_ranks == 2 else alone)
     finally:
         parent.communicate()

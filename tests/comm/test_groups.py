@@ -83,9 +83,7 @@ def test_a_world_is_for_the_tensors_of_its_group(backends, has_gpu, device_type)
 def test_tensors_that_a_group_cannot_move_are_refused():
     check_backend("cpu", "cpu:gloo,cuda:nccl")
     check_backend("cuda", "cuda:nccl")
-    with pytest.raises(
-        ConfigError, match=r'tensors on cpu: .* cuda only; call .*"cpu:gloo,cuda:nccl"'
-    ):
+    with pytest.raises(ConfigError, match=r'tensors on cpu: .* cuda only; call .*"cpu:gloo,cuda:nccl"'):
         check_backend("cpu", "cuda:nccl")
 
 

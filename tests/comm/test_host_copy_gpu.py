@@ -18,9 +18,7 @@ class Pair(RankGroup):
     """Two ranks of which the other one sends zeros, at once."""
 
     def __init__(self):
-        super().__init__(
-            None, ranks=(0, 1), rank=0, name="a pair", timeout_s=1.0, traffic=Traffic()
-        )
+        super().__init__(None, ranks=(0, 1), rank=0, name="a pair", timeout_s=1.0, traffic=Traffic())
 
     def start(self, *args, **kwargs):
         return Pending(None, CollectiveError)

@@ -61,21 +61,15 @@ def test_fewest_slices(num_ranks, num_experts):
     ],
 )
 def test_wrong_expert_degrees(num_ranks, num_experts, hidden_dim, es_degree, fix):
-    with pytest.raises(
-        ConfigError, match=f"num_experts={num_experts} and hidden_dim={hidden_dim}.*({fix})"
-    ):
-        expert_degrees(
-            num_ranks, num_experts=num_experts, hidden_dim=hidden_dim, es_degree=es_degree
-        )
+    with pytest.raises(ConfigError, match=f"num_experts={num_experts} and hidden_dim={hidden_dim}.*({fix})"):
+        expert_degrees(num_ranks, num_experts=num_experts, hidden_dim=hidden_dim, es_degree=es_degree)
 
 
 def both_meshes():
     world = World()
     try:
         dense = dense_mesh(world, dense_degrees(4, dp_replicate=2, dp_shard=1, tp=2))
-        experts = expert_mesh(
-            world, expert_degrees(4, num_experts=2, hidden_dim=8, order="experts_inner")
-        )
+        experts = expert_mesh(world, expert_degrees(4, num_experts=2, hidden_dim=8, order="experts_inner"))
         return dense.mesh.tolist(), experts.mesh.tolist(), experts.get_coordinate()
     finally:
         world.close()
@@ -105,9 +99,7 @@ def test_meshes(four_ranks):
         ),
     ],
 )
-def test_the_fix_is_the_flag_that_changes_no_model(
-    num_ranks, num_experts, hidden_dim, copies, tp, fix
-):
+def test_the_fix_is_the_flag_that_changes_no_model(num_ranks, num_experts, hidden_dim, copies, tp, fix):
     with pytest.raises(ConfigError, match=fix):
         expert_degrees(
             num_ranks,

@@ -85,9 +85,7 @@ CASES = {
 CASES = known(CASES)
 
 
-def config_of(
-    name: str, run_dir: Path, cache_dir: Path, *, files: Path = FILES, **changes: Any
-) -> Any:
+def config_of(name: str, run_dir: Path, cache_dir: Path, *, files: Path = FILES, **changes: Any) -> Any:
     """Configuration of a run of the corpus.
 
     Args:

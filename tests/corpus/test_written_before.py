@@ -1,4 +1,5 @@
-"""Folders that an earlier revision wrote are opened, and give what they gave: `files/` is written by write_corpus.py, once."""
+"""Folders that an earlier revision wrote are opened, and give what they gave: `files/` is written by write_corpus.py,
+once."""
 
 import json
 import logging

@@ -123,12 +123,8 @@ def _write_mxfp4(target: Path) -> None:
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         E, K, N = tensors.pop(name).shape
         shape = E, N, K // 32
-        tensors[f"{name}_blocks"] = torch.randint(
-            256, (*shape, 16), dtype=torch.uint8, generator=generator
-        )
-        tensors[f"{name}_scales"] = torch.randint(
-            118, 124, shape, dtype=torch.uint8, generator=generator
-        )
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
     target.mkdir()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     values = model.config.to_dict()
@@ -139,9 +135,7 @@ def _write_mxfp4(target: Path) -> None:
 
 def write_tuner() -> None:
     """The tuner's two kinds of files."""
-    save_network(
-        FILES / "tuner" / "network.json", USUAL_NETWORK, [{"bytes": 1024, "seconds": 1e-4}]
-    )
+    save_network(FILES / "tuner" / "network.json", USUAL_NETWORK, [{"bytes": 1024, "seconds": 1e-4}])
     plans = {
         "1024": DispatchOptions(2, 4, "flat", 0),
         "2048": DispatchOptions(4, 1, "hierarchical", 1),
@@ -163,9 +157,7 @@ def main() -> None:
     shutil.rmtree(cache)
     write_tuner()
     for name, case in CASES.items():
-        expected["runs"][name] = {
-            moments or "own": resumed_losses(name, moments) for moments in (None, *case.moments)
-        }
+        expected["runs"][name] = {moments or "own": resumed_losses(name, moments) for moments in (None, *case.moments)}
     for folder in sorted(path.name for path in (FILES / "folders").iterdir()):
         expected["folders"][folder] = folder_numbers(folder)
     (FILES / "expected.json").write_text(json.dumps(expected, indent=1))

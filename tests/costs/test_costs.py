@@ -133,9 +133,7 @@ def test_moe_flops_are_those_of_a_dense_model_of_k_experts_width(name: str) -> N
     assert forward.experts_flops == len([e for e in cfg.experts_per_layer() if e]) * per_layer
 
 
-@pytest.mark.parametrize(
-    "router, most", [("topk", None), ("expert_choice", None), ("expert_choice", 1.5)]
-)
+@pytest.mark.parametrize("router, most", [("topk", None), ("expert_choice", None), ("expert_choice", 1.5)])
 def test_experts_count_as_often_as_they_are_passed(router: str, most: float | None) -> None:
     """A capacity above 1 makes room for tokens that choose, and is filled by experts that do."""
     moe = {"router": router, "capacity_factor": 1.25, "max_capacity_factor": most}
@@ -148,8 +146,7 @@ def test_experts_count_as_often_as_they_are_passed(router: str, most: float | No
 
 def test_a_gate_of_shared_experts_counts() -> None:
     gated, plain = (
-        forward_flops(config(moe={"num_shared_experts": 1, "shared_gate": gate}), seq_len=SEQ)
-        for gate in (True, False)
+        forward_flops(config(moe={"num_shared_experts": 1, "shared_gate": gate}), seq_len=SEQ) for gate in (True, False)
     )
     assert gated.shared_flops - plain.shared_flops == 4 * 2 * 32 * 1
 
@@ -196,26 +193,19 @@ def saved_bytes(cfg: ModelConfig, *, dtype: str) -> int:
     return sum(t.untyped_storage().nbytes() for t in kept.values()) + logits.nbytes
 
 
-def estimated(
-    cfg: ModelConfig, *, micro_batch: int = BATCH, checkpointing: Any = "none", **options: Any
-) -> PeakMemory:
+def estimated(cfg: ModelConfig, *, micro_batch: int = BATCH, checkpointing: Any = "none", **options: Any) -> PeakMemory:
     layout = RankLayout(1, micro_batch=micro_batch, checkpointing=checkpointing)
     work = Workload(SEQ, on_gpu=False, **({"precision": "float32"} | options))
     return peak_memory(sizes_of(cfg), layout, work)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["plain", "dense", "dense-gelu", "every-other", "residual", "shared"]
-)
+@pytest.mark.parametrize("name", ["plain", "dense", "dense-gelu", "every-other", "residual", "shared"])
 def test_activation_estimate_is_near_what_autograd_saves(name: str, dtype: str) -> None:
     cfg = config(**VARIANTS[name], dim=64, num_layers=4)
     estimate = estimated(cfg, precision=dtype)
     measured = saved_bytes(cfg, dtype=dtype)
-    assert (
-        abs(estimate.activations_bytes + estimate.logits_bytes - measured)
-        <= ACTIVATION_TOLERANCE * measured
-    )
+    assert abs(estimate.activations_bytes + estimate.logits_bytes - measured) <= ACTIVATION_TOLERANCE * measured
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -227,9 +217,7 @@ def test_memory_of_weights_gradients_and_optimizer_is_exact(name: Any) -> None:
     optimizer.step()
     estimate = estimated(cfg, optimizer=name)
     parameters = list(model.parameters())
-    moments = [
-        value for p in parameters for key, value in optimizer.state[p].items() if key != "step"
-    ]
+    moments = [value for p in parameters for key, value in optimizer.state[p].items() if key != "step"]
     assert estimate.weights_bytes == sum(p.nbytes for p in parameters)
     assert estimate.gradients_bytes == sum(p.grad.nbytes for p in parameters)
     assert estimate.optimizer_bytes == sum(m.nbytes for m in moments)

@@ -26,10 +26,7 @@ FORMS = {
     "both": FULL | {"model.moe.recompute_h": True},
     "muon, int8": {"optim.name": "muon", "optim.state_dtype": "int8"},
     "muon, float32": {"optim.name": "muon", "optim.state_dtype": "float32"},
-    **{
-        f"adamw, {kind}": {"optim.name": "adamw", "optim.state_dtype": kind}
-        for kind in OURS.values()
-    },
+    **{f"adamw, {kind}": {"optim.name": "adamw", "optim.state_dtype": kind} for kind in OURS.values()},
     "zero 1, several passes": {"parallel.zero_stage": 1, "train.batch_size": 2048},
     "zero 2": {"parallel.zero_stage": 2},
     "offload": {"parallel.offload": True},
@@ -53,8 +50,7 @@ OF_PYRAMIDS = {
     "by layer": {},
     "by layer, slices": {"parallel.es_degree": 2, "parallel.ep_degree": (1, 2, 4, 1)},
     "by layer, hot": {"parallel.replicated_experts": 3, "parallel.zero_stage": 2},
-    "by layer, all": FULL
-    | {"parallel.tp_degree": 2, "parallel.offload": True, "parallel.replicated_experts": 1},
+    "by layer, all": FULL | {"parallel.tp_degree": 2, "parallel.offload": True, "parallel.replicated_experts": 1},
 }
 
 
@@ -121,23 +117,16 @@ def test_both_verbs_print_the_same():
     config = configuration("gpt-prmoe-demo", 8, PYRAMID, "float32")
     found = planned(config, "cpux8")
     line = next(
-        line
-        for line in describe(config, GPT, recipe="x", num_ranks=8).splitlines()
-        if line.startswith("memory")
+        line for line in describe(config, GPT, recipe="x", num_ranks=8).splitlines() if line.startswith("memory")
     )
     for words, size in found.best.memory.parts:
-        assert (
-            f"{words} {size / 2**20:.1f} MiB" in line or f"{words} {size / 2**10:.1f} KiB" in line
-        )
+        assert f"{words} {size / 2**20:.1f} MiB" in line or f"{words} {size / 2**10:.1f} KiB" in line
         assert re.search(rf"{words} +{size / GIB:.2f}\b", found.text())
     assert "context, buffers and fragments come on top" in line
 
 
 def test_what_only_gpus_hold():
-    costs = {
-        on: gpt_costs(made("gpt-moe-demo"), num_ranks=1, dtype="float32", on_gpu=on)
-        for on in (True, False)
-    }
+    costs = {on: gpt_costs(made("gpt-moe-demo"), num_ranks=1, dtype="float32", on_gpu=on) for on in (True, False)}
     gpu, cpu = costs[True].memory, costs[False].memory
     assert cpu.communication_bytes == cpu.allowance_bytes == 0
     assert cpu.device_bytes == cpu.live_bytes == gpu.live_bytes

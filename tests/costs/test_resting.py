@@ -1,4 +1,5 @@
-"""Memory of weights that rest under adapters: the bytes of the tensors themselves, and the published sizes on one card."""
+"""Memory of weights that rest under adapters: the bytes of the tensors themselves, and the published sizes on one
+card."""
 
 import math
 
@@ -55,9 +56,7 @@ def memory_of_both(changes):
     sizes = published_models()["qwen3-30b"]
     assert isinstance(sizes, GPTSizes)
     config = GPTRunConfig().updated({"model": sizes.config, **QWEN3, **changes})
-    problem, _ = planning._problem(
-        planned_model(config), find_cluster("h100x1"), None, None, None, None, 1, 1
-    )
+    problem, _ = planning._problem(planned_model(config), find_cluster("h100x1"), None, None, None, None, 1, 1)
     found = as_configured(config, problem)
     assert found is not None
     said = gpt_costs(config, num_ranks=1, dtype="bfloat16", on_gpu=True)
@@ -94,7 +93,8 @@ def test_states_are_the_bytes_of_the_model_and_its_optimizer(storage):
 
 @pytest.mark.parametrize("storage", [*QUANTIZED, "bfloat16"])
 def test_gathered_experts_travel_as_codes(storage):
-    """Two ranks that gather all experts of a layer: what they have at once is codes and scales, and one expert is widened."""
+    """Two ranks that gather all experts of a layer: what they have at once is codes and scales, and one expert is
+    widened."""
     changes = {"adapter.kind": "lora", "base.storage": storage, "train.init_from": "runs/x"}
     changes |= {"parallel.route_degree": 1, "adapter.targets": ("attention",)}
     wide = storage == "bfloat16"

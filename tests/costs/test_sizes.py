@@ -211,9 +211,7 @@ def test_published_models_of_others(config, billions, active):
 
 
 def test_a_window_is_seen_in_part():
-    wide, narrow = sorted(
-        published_models()["gpt-oss-120b"].blocks, key=lambda b: b.window or 10**9, reverse=True
-    )
+    wide, narrow = sorted(published_models()["gpt-oss-120b"].blocks, key=lambda b: b.window or 10**9, reverse=True)
     assert wide.keys_seen(4096) == 2048.5
     assert narrow.keys_seen(4096) == sum(min(i + 1, 128) for i in range(4096)) / 4096
 

@@ -67,9 +67,7 @@ def test_tokens_that_do_not_merge_travel_once_for_each_choice():
     route = RouteShape(4, (0, 1, 2, 3), 4, (0, 0, 1, 1))
     load = TokenLoad.even(10, 6, 8)
     merged, plain = (flat_copies(route, replace(load, merges=m)) for m in (True, False))
-    assert (
-        plain.across == 2 * 10 * 6 / 2
-    )  # of 60 rows of each of two ranks half belong to the other node
+    assert plain.across == 2 * 10 * 6 / 2  # of 60 rows of each of two ranks half belong to the other node
     assert merged.across < plain.across
 
 
@@ -124,9 +122,7 @@ def test_one_hot_dispatch_costs_tokens_over_hidden_size():
     block = next(b for b in SIZES.blocks if b.num_experts)
     peak = H100.device.flops_per_s("bfloat16")
     tokens = 4 * 2048
-    experts = (
-        block.count * 3 * 2 * tokens * block.num_matrices * SIZES.dim * block.hidden_dim / peak
-    )
+    experts = block.count * 3 * 2 * tokens * block.num_matrices * SIZES.dim * block.hidden_dim / peak
     products = experts * tokens / block.hidden_dim * 2 / 3
     assert raw.one_hot_s > products
     assert raw.one_hot_s < products + experts  # masks are moved, too
@@ -134,9 +130,7 @@ def test_one_hot_dispatch_costs_tokens_over_hidden_size():
 
 
 def test_fp8_is_faster_in_products_alone():
-    bf16, fp8 = (
-        raw_step(SIZES, LAYOUT, replace(WORK, precision=p), H100) for p in ("bfloat16", "float8")
-    )
+    bf16, fp8 = (raw_step(SIZES, LAYOUT, replace(WORK, precision=p), H100) for p in ("bfloat16", "float8"))
     peaks = H100.device.fp8_tflops / H100.device.bf16_tflops
     assert bf16.grouped_s / fp8.grouped_s == pytest.approx(peaks * FP8_SHARE)
     assert fp8.attention_s == bf16.attention_s

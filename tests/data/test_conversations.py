@@ -1,4 +1,5 @@
-"""Conversations become tokens with a loss on the assistant's only; what is no conversation is refused by file and line."""
+"""Conversations become tokens with a loss on the assistant's only; what is no conversation is refused by file and
+line."""
 
 import gzip
 import json
@@ -84,9 +85,7 @@ def talks(tmp_path_factory):
 
 
 def config_of(path, tmp_path, **changes):
-    return TextConfig(
-        **{"path": str(path), "cache_dir": str(tmp_path / "cache"), "seq_len": 64, **changes}
-    )
+    return TextConfig(**{"path": str(path), "cache_dir": str(tmp_path / "cache"), "seq_len": 64, **changes})
 
 
 def data_of(path, tmp_path, vocab_size=400, **changes):
@@ -130,9 +129,7 @@ def test_only_what_the_assistant_says_is_learned(talks, tmp_path):
             )
             assert int(num_bytes_BS[row].sum()) == len(first + second)
     _, *batch = data.batch(0, 40 - len(seen))
-    trained = {
-        int(t.split(".")[0].removeprefix("It is ")) - 1 for t in learned_text(tokenizer, *batch)
-    }
+    trained = {int(t.split(".")[0].removeprefix("It is ")) - 1 for t in learned_text(tokenizer, *batch)}
     assert seen and seen | trained == set(range(40)) and not seen & trained
 
 
@@ -164,9 +161,7 @@ def test_turns_that_a_template_writes_otherwise_later_are_sequences_of_their_own
     form = TemplateFormat(hub_tokenizer, THINKING, {})
     samples = form.samples({"messages": talk(1)})
     answers = [
-        "".join(
-            hub_tokenizer.decode(p.ids, skip_special_tokens=False) for p in pieces if p.is_learned
-        )
+        "".join(hub_tokenizer.decode(p.ids, skip_special_tokens=False) for p in pieces if p.is_learned)
         for pieces in samples
     ]
     empty = "<think>\n\n</think>\n\n"
@@ -179,10 +174,7 @@ def test_our_own_format_is_the_template_that_goes_to_the_hub():
     messages = talk(3)
     theirs = TemplateFormat(tokenizer, OWN_TEMPLATE, {}).samples({"messages": messages})
     ours = OwnFormat(load_without_special(tokenizer)).samples({"messages": messages})
-    flat = [
-        [(i, piece.is_learned) for piece in pieces for i in piece.ids]
-        for pieces in (*theirs, *ours)
-    ]
+    flat = [[(i, piece.is_learned) for piece in pieces for i in piece.ids] for pieces in (*theirs, *ours)]
     assert flat[0] == flat[1]
     quoted = {"messages": [{"role": "user", "content": "<|user|>"}, *messages[2:3]]}
     assert TemplateFormat(tokenizer, OWN_TEMPLATE, {}).problem(quoted) is not None
@@ -220,9 +212,7 @@ def test_templates_are_found_beside_a_tokenizer_and_get_its_tokens(hub_tokenizer
             with_tools="no",
         ).identity
     )
-    (tmp_path / "hub" / "chat_template.jinja").write_text(
-        "{{ bos_token }}{{ messages[0].content }}"
-    )
+    (tmp_path / "hub" / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     found = find_format(hub_tokenizer, tmp_path / "tokenizer.json")
     assert found.prompt(talk(1))[0] == hub_tokenizer.token_to_id("<|im_start|>")
     assert isinstance(find_format(hub_tokenizer, tmp_path / "hub" / "none" / "x"), OwnFormat)
@@ -315,9 +305,7 @@ def test_an_empty_turn_is_read_and_not_learned(hub_tokenizer, content):
         without = form.samples({"messages": talk(2)})[0]
         learned, expected = ([p.ids for p in one if p.is_learned] for one in (with_it, without))
         assert learned == expected and len(expected) == 2
-        written = hub_tokenizer.decode(
-            [i for p in with_it for i in p.ids], skip_special_tokens=False
-        )
+        written = hub_tokenizer.decode([i for p in with_it for i in p.ids], skip_special_tokens=False)
         assert written.count("assistant") == 3
 
 
@@ -588,9 +576,7 @@ def test_a_run_that_learned_our_format_is_known_to_converse(marks, tmp_path):
     for name, source in data.files.items():
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, tmp_path / "run" / name)
-    before, after = (
-        text_format(tokenizer, folder / "tokenizer.json") for folder in (tmp_path, tmp_path / "run")
-    )
+    before, after = (text_format(tokenizer, folder / "tokenizer.json") for folder in (tmp_path, tmp_path / "run"))
     assert before.can_chat == bool(marks) and after.can_chat
     talk = [{"role": "user", "content": "say 3"}]
     assert before.chat_ids(talk) == after.chat_ids(talk)

@@ -1,4 +1,5 @@
-"""What ends an answer is learned whatever the template writes, and generation stops at all of it; flags of messages are obeyed."""
+"""What ends an answer is learned whatever the template writes, and generation stops at all of it; flags of messages are
+obeyed."""
 
 import json
 import logging
@@ -21,19 +22,21 @@ SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|e
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 GLM = (  # nothing behind an answer; a tool's result has another mark
     "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
-    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function.name }}</tool_call>{% endif %}{% endfor %}"
-    + ASKS
+    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function.name }}</tool_call>{% endif %}{% endfor %}" + ASKS
 )
 LATE = GLM.replace("{{ m.content }}", "{{ m.content }}\n")  # a line behind every message
 BEFORE = (  # a line before every mark
     "{% for m in messages %}{{ '' if loop.first else '\n' }}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n' }}<|assistant|>\n{% endif %}"
 )
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% endif %}"
+)
 CLOSED = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}" + ASKS
 BETWEEN = (  # an end behind every turn but the last
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role != 'assistant' or not loop.last %}<|end|>{% endif %}{% endfor %}"
-    + ASKS
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role != 'assistant' or not loop.last %}<|end|>{% "
+    "endif %}{% endfor %}" + ASKS
 )
 CALLS = CLOSED.replace("<|end|>", "{% if m.tool_calls %}<|call|>{% else %}<|end|>{% endif %}")
 STRICT = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + GLM
@@ -78,11 +81,9 @@ def learned(tokenizer, samples):
         (BETWEEN, TALK, [["Yes<|end|>", "No<|endoftext|>"]], {0, 4}),
         (CALLS, TALK, [["Yes<|end|>", "No<|end|>"]], {4, 5}),
     ],
-    ids=["marks", "last", "line behind", "line before", "tool", "same role", "strict", "plain", "closed", "between", "calls"],
+    ids=["marks", "last", "line behind", "line before", "tool", "same role", "strict", "plain", "closed", "between", "calls"],  # noqa: E501
 )  # fmt: skip
-def test_every_answer_ends_in_a_token_at_which_generation_stops(
-    tokenizer, template, talk, expected, ends
-):
+def test_every_answer_ends_in_a_token_at_which_generation_stops(tokenizer, template, talk, expected, ends):
     form = TemplateFormat(tokenizer, template, {})
     samples = form.samples(said(*talk))
     assert learned(tokenizer, samples) == expected
@@ -193,7 +194,10 @@ def test_a_header_is_no_answer_where_the_template_ignores_the_wish_for_one(token
 
 
 def test_a_template_without_headers_stays_as_it_is(tokenizer):
-    mistral = "{% for m in messages %}{{ '[INST] ' if m.role == 'user' }}{{ m.content }}{{ ' [/INST] ' if m.role == 'user' else '<|end|>' }}{% endfor %}"
+    mistral = (
+        "{% for m in messages %}{{ '[INST] ' if m.role == 'user' }}{{ m.content }}{{ ' [/INST] ' if m.role == "
+        "'user' else '<|end|>' }}{% endfor %}"
+    )
     form = TemplateFormat(tokenizer, mistral, {})
     assert learned(tokenizer, form.samples(said(*TALK))) == [["Yes<|end|>", "No<|end|>"]]
     assert "header" not in form.identity
@@ -247,9 +251,7 @@ def flagged(flag):
 
 
 @pytest.mark.parametrize(("flag", "is_learned"), FLAGGED)
-@pytest.mark.parametrize(
-    "template", [None, CLOSED, GLM, PLAIN], ids=["own", "closed", "glm", "plain"]
-)
+@pytest.mark.parametrize("template", [None, CLOSED, GLM, PLAIN], ids=["own", "closed", "glm", "plain"])
 def test_an_answer_is_learned_as_its_flag_says(tokenizer, flag, is_learned, template):
     own = train_tokenizer(["q BAD r good"], vocab_size=300, marks=MARKS)
     form = OwnFormat(own) if template is None else TemplateFormat(tokenizer, template, {})
@@ -263,10 +265,7 @@ def test_an_answer_is_learned_as_its_flag_says(tokenizer, flag, is_learned, temp
     if is_learned:
         assert form.samples(talk) == plain
     elif template != PLAIN:  # it is read all the same
-        rows = [
-            [[i for piece in row for i in piece.ids] for row in one]
-            for one in (form.samples(talk), plain)
-        ]
+        rows = [[[i for piece in row for i in piece.ids] for row in one] for one in (form.samples(talk), plain)]
         assert rows[0] == rows[1]
 
 
@@ -330,20 +329,13 @@ def test_what_is_not_learned_or_written_is_counted(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         data_of(tmp_path / "a.jsonl", tmp_path, validation_fraction=0.4)
     told = "\n".join(caplog.messages)
-    assert (
-        "1 conversations are left out: they have no turn of the assistant that is to be learned"
-        in told
-    )
-    assert (
-        "1 conversations have thoughts, which the chat format does not write (for example" in told
-    )
+    assert "1 conversations are left out: they have no turn of the assistant that is to be learned" in told
+    assert "1 conversations have thoughts, which the chat format does not write (for example" in told
 
 
 def test_an_end_that_only_a_text_brings_is_counted(tokenizer, tmp_path, caplog):
     """A template may end an answer by what the answer says, which no example shows."""
-    template = CLOSED.replace(
-        "<|end|>", "{% if m.content == 'good' %}<|call|>{% else %}<|end|>{% endif %}"
-    )
+    template = CLOSED.replace("<|end|>", "{% if m.content == 'good' %}<|call|>{% else %}<|end|>{% endif %}")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(template)
     lines = [flagged({}) for _ in range(12)]
@@ -352,7 +344,4 @@ def test_an_end_that_only_a_text_brings_is_counted(tokenizer, tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with caplog.at_level(logging.WARNING):
         data_of(tmp_path / "a.jsonl", tmp_path, encode_with=str(tmp_path / "tokenizer.json"))
-    assert (
-        "12 sequences have an answer that ends in a token at which generation does not stop"
-        in caplog.text
-    )
+    assert "12 sequences have an answer that ends in a token at which generation does not stop" in caplog.text

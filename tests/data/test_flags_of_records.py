@@ -82,15 +82,11 @@ def test_blank_cells_and_a_column_with_the_name_of_a_flag(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text,weight,train\n" + "".join(f"t{i},,\n" for i in NUMBERS))
     assert load_corpus(TextConfig(path=str(path), validation_fraction=0.4)).num_skipped == 0
-    corpus = loaded(
-        tmp_path / "a.jsonl", in_lines, [{"loss": str(i)} for i in NUMBERS], column="loss"
-    )
+    corpus = loaded(tmp_path / "a.jsonl", in_lines, [{"loss": str(i)} for i in NUMBERS], column="loss")
     assert {one.read() for one in corpus.training} <= {str(i) for i in NUMBERS}
 
 
 @pytest.mark.parametrize("name", ["loss_scale", "train_on_turn"])
 def test_further_names_of_the_flag_of_an_answer(name):
-    found = checked(
-        json.dumps({"messages": [talk("q", "a")[0], talk("q", "a")[1] | {name: 0}]}).encode()
-    )
+    found = checked(json.dumps({"messages": [talk("q", "a")[0], talk("q", "a")[1] | {name: 0}]}).encode())
     assert found["messages"][1] == {"role": "assistant", "content": "a", "masked": True}

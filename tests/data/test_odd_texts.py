@@ -11,7 +11,10 @@ from expertmesh.data.shards import prepare_tokens
 from expertmesh.errors import ConfigError
 
 LINES = "".join(f'{{"text": "words of line {i}"}}\n' for i in range(60))
-SAID = "files hold JSON objects on lines, which their names do not say (for example {}); to read their texts, end the names in .jsonl"
+SAID = (
+    "files hold JSON objects on lines, which their names do not say (for example {}); to read their texts, end the "
+    "names in .jsonl"
+)
 FILES = {
     "lines": ("a.txt", LINES, True),
     "no ending": ("lines", LINES, True),
@@ -68,10 +71,7 @@ def test_json_that_is_not_on_lines_is_said(name, tmp_path):
     notes = [str(note) for note in load_corpus(TextConfig(path=str(tmp_path / file))).notes]
     found = [note for note in notes if "which their names do not say" in note]
     assert len(found) == is_said
-    assert (
-        not found
-        or f"over several lines, which their names do not say (for example {file})" in found[0]
-    )
+    assert not found or f"over several lines, which their names do not say (for example {file})" in found[0]
 
 
 STRANGE = "Das ist Text {}: \u00e4\u00f6\u00fc. "

@@ -1,4 +1,5 @@
-"""Pairs of answers: the forms of TRL, LLaMA-Factory and ms-swift give the same rows; mistakes are one line by file and line."""
+"""Pairs of answers: the forms of TRL, LLaMA-Factory and ms-swift give the same rows; mistakes are one line by file and
+line."""
 
 import json
 
@@ -84,14 +85,9 @@ def rows_of(data):
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_give_the_same_rows(form, tmp_path):
     texts = [(f"q{i}", f"good {i}", f"bad {i} or so") for i in NUMBERS]
-    found, expected = (
-        data_of(tmp_path, [FORMS[one](*text) for text in texts]) for one in (form, "standard")
-    )
+    found, expected = (data_of(tmp_path, [FORMS[one](*text) for text in texts]) for one in (form, "standard"))
     assert isinstance(found, PairData) and found.num_training + found.num_validation == 20
-    both = [
-        rows + other
-        for rows, other in ((rows_of(one), [found.num_training]) for one in (found, expected))
-    ]
+    both = [rows + other for rows, other in ((rows_of(one), [found.num_training]) for one in (found, expected))]
     assert both[0] == both[1]
 
 
@@ -102,9 +98,7 @@ def test_a_sample_is_a_pair_with_one_prompt(tmp_path):
     assert data.batch(1, 2)[0].equal(ids[1:]) and more["place"].shape == (3, 1)
     tokenizer = byte_tokenizer()
     for pair, learned in zip(targets, more["counts"], strict=True):
-        texts = [
-            tokenizer.decode(row[mask].tolist()) for row, mask in zip(pair, learned, strict=True)
-        ]
+        texts = [tokenizer.decode(row[mask].tolist()) for row, mask in zip(pair, learned, strict=True)]
         assert texts[0].startswith("good") and texts[1].startswith("no")
     first = (~more["counts"]).cumprod(2).sum(2)
     assert first[:, 0].equal(first[:, 1]), "answers begin at the same place"
@@ -128,12 +122,8 @@ def test_the_prompts_answers_are_not_learned(tmp_path):
 def test_plain_texts(tmp_path):
     """The common words of both texts are the prompt, cut at a space; no chat template is written."""
     records = [{"chosen": f"say {i} well done", "rejected": f"say {i} wrong"} for i in NUMBERS]
-    explicit = [
-        {"prompt": f"say {i}", "chosen": " well done", "rejected": " wrong"} for i in NUMBERS
-    ]
-    found, expected = (
-        rows_of(data_of(tmp_path, one, completions="text")) for one in (records, explicit)
-    )
+    explicit = [{"prompt": f"say {i}", "chosen": " well done", "rejected": " wrong"} for i in NUMBERS]
+    found, expected = (rows_of(data_of(tmp_path, one, completions="text")) for one in (records, explicit))
     assert found == expected
     ids = torch.tensor(found[0][0][0])
     assert "say" in byte_tokenizer().decode(ids[ids > 0].tolist())
@@ -228,9 +218,7 @@ def test_mistakes_by_file_and_line(mistake, tmp_path):
     assert "pairs.jsonl" in said and words in said and "\n" not in said
 
 
-@pytest.mark.parametrize(
-    "answers", [("x", "x"), ("y" * 200 + "a", "y" * 200 + "b")], ids=["equal", "cut"]
-)
+@pytest.mark.parametrize("answers", [("x", "x"), ("y" * 200 + "a", "y" * 200 + "b")], ids=["equal", "cut"])
 def test_pairs_that_are_all_equal_are_said_to_be(answers, tmp_path):
     with pytest.raises(ConfigError) as error:
         data_of(tmp_path, [FORMS["standard"](f"q{i}", *answers) for i in NUMBERS])
@@ -266,9 +254,7 @@ def test_cells_of_answers_are_texts(tmp_path):
     (tmp_path / "pairs.csv").write_text(table)
     data = data_of(tmp_path, [FORMS["standard"](*row) for row in rows])
     options = {"seq_len": 64, "encode_with": str(tmp_path / "tokenizer.json")}
-    config = TextConfig(
-        path=str(tmp_path / "pairs.csv"), cache_dir=str(tmp_path / "cache"), **options
-    )
+    config = TextConfig(path=str(tmp_path / "pairs.csv"), cache_dir=str(tmp_path / "cache"), **options)
     found = text_data(config, vocab_size=300, seed=0, objective="dpo")
     assert found.num_training + found.num_validation == len(rows)
     every = [

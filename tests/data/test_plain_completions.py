@@ -44,8 +44,6 @@ def test_completions_may_be_plain_texts(tmp_path):
 def test_plain_completions_need_two_texts(line, why, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps({**line, "id": n}) for n in range(30)))
-    config = TextConfig(
-        path=str(path), seq_len=64, cache_dir=str(tmp_path / "c"), completions="text"
-    )
+    config = TextConfig(path=str(path), seq_len=64, cache_dir=str(tmp_path / "c"), completions="text")
     with pytest.raises(ConfigError, match=f"data.completions=text.*{why}"):
         text_data(config, vocab_size=300, seed=0)

@@ -225,9 +225,7 @@ def test_texts_of_another_encoding_in_a_table(tmp_path):
 
     column = pyarrow.array([f"caf\xe9 {i}".encode("latin-1") for i in NUMBERS])
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    says = (
-        "rows are not UTF-8 text, but perhaps latin-1 .*; name its encoding, data.encoding=latin-1"
-    )
+    says = "rows are not UTF-8 text, but perhaps latin-1 .*; name its encoding, data.encoding=latin-1"
     with pytest.raises(em.ConfigError, match=says):
         load_corpus(TextConfig(path=str(tmp_path / "a.parquet")))
     assert found_in(tmp_path / "a.parquet", encoding="latin-1")[1][0].startswith("caf\xe9")
@@ -256,7 +254,10 @@ REFUSED = {
     "unknown fields": (
         "a.jsonl",
         in_lines(OTHER),
-        "a.jsonl: its first object has question, answer, and none of what is read .text; messages; conv.*data.column=NAME",
+        (
+            "a.jsonl: its first object has question, answer, and none of what is read .text; messages; "
+            "conv.*data.column=NAME"
+        ),
     ),
     "unknown fields of an array": (
         "a.json",
@@ -320,11 +321,7 @@ def test_what_is_refused(tmp_path, case, packed):
     if packed:
         name, data = f"{name}.gz", gzip.compress(data)
         words = words.replace("a.csv", "a.csv.gz").replace("a.json:", "a.json.gz:")
-        words = (
-            words.replace("a.json,", "a.json.gz,")
-            .replace("a.jsonl", "a.jsonl.gz")
-            .replace("a.tsv", "a.tsv.gz")
-        )
+        words = words.replace("a.json,", "a.json.gz,").replace("a.jsonl", "a.jsonl.gz").replace("a.tsv", "a.tsv.gz")
     (tmp_path / name).write_bytes(data)
     with pytest.raises(em.ConfigError, match=words) as found:
         load_corpus(TextConfig(path=str(tmp_path / name)))
@@ -342,10 +339,7 @@ def test_files_beside_texts_that_hold_no_records_are_texts_and_said(tmp_path):
     found = [*texts(corpus.training), *texts(corpus.validation)]
     assert len(found) == len(NUMBERS) + 2 and text in found and corpus.num_skipped == 1
     said = [note for note in map(str, corpus.notes) if "data.validation_fraction" not in note]
-    assert (
-        "1 files hold no records that are read (for example lines.jsonl: its first object has question"
-        in said[0]
-    )
+    assert "1 files hold no records that are read (for example lines.jsonl: its first object has question" in said[0]
     assert "learned as they stand: 2 files" in said[1] and ": its first " in said[1]
     with pytest.raises(em.ConfigError, match="package.json: its first entry has name, version"):
         load_corpus(TextConfig(path=str(tmp_path / "*.json")))

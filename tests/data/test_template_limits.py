@@ -1,4 +1,5 @@
-"""A chat template is a program that may loop for ever or grow without end; it is ended, and the next text is written."""
+"""A chat template is a program that may loop for ever or grow without end; it is ended, and the next text is
+written."""
 
 import os
 import re
@@ -40,8 +41,9 @@ HOSTILE = {
     "a joined text": GROWING.format("'a'", "[ns.x, ns.x]|join", "{{ ns.x }}"),
     "a replaced text": GROWING.format("'a'", "ns.x|replace('a', 'aaaa')", "{{ ns.x }}"),
     "a list of lists": GROWING.format("'a'", "[ns.x, ns.x]", "{{ ns.x }}"),
-    "lists that are compared": GROWING.format("[['a'], ['a']]", "[[ns.x[0], ns.x[0]], [ns.x[1], ns.x[1]]]", "{{ ns.x[0] == ns.x[1] }}"),
-    "macros that call each other": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "lists that are compared": GROWING.format("[['a'], ['a']]", "[[ns.x[0], ns.x[0]], [ns.x[1], ns.x[1]]]", "{{ ns.x[0] == ns.x[1] }}"),  # noqa: E501
+    "macros that call each other": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ "
+                                   "f(99) }}",
     "pieces": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
 }  # fmt: skip
 
@@ -123,9 +125,7 @@ print(before)
 
 
 def test_a_forked_process_has_one_of_its_own_and_none_outlives_its_owner():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKED], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", FORKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
@@ -151,12 +151,8 @@ def test_a_template_gets_plain_values_alone():
             raise AssertionError
 
     given = {"a": Rich("x"), "b": object(), "c": {"d": (1, True, None, 1.5)}}
-    assert render("{{ a }} {{ b }} {{ c.d[1] }} {{ c.d }}", given) == (
-        "x <object> True (1, True, None, 1.5)"
-    )
-    with pytest.raises(
-        ConfigError, match=re.escape("refuses it ('str object' has no attribute 'write'")
-    ):
+    assert render("{{ a }} {{ b }} {{ c.d[1] }} {{ c.d }}", given) == ("x <object> True (1, True, None, 1.5)")
+    with pytest.raises(ConfigError, match=re.escape("refuses it ('str object' has no attribute 'write'")):
         render("{{ a.write() }}", given)
     deep = []
     for _ in range(9999):

@@ -13,7 +13,26 @@ from expertmesh.text.format import TextFormat
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.tokenizer import ids_of_text, train_tokenizer
 
-WORDS = ["a", "bb", " ", "   ", "\n", "\t", "few words", "é", "e\u0301", "\u212b", "日本", "ﬁ", "\u2003", "<s>", "<e>", "𝐀", "İ", "\u1112\u1161\u11ab"]  # fmt: skip
+WORDS = [
+    "a",
+    "bb",
+    " ",
+    "   ",
+    "\n",
+    "\t",
+    "few words",
+    "é",
+    "e\u0301",
+    "\u212b",
+    "日本",
+    "ﬁ",
+    "\u2003",
+    "<s>",
+    "<e>",
+    "𝐀",
+    "İ",
+    "\u1112\u1161\u11ab",
+]
 
 
 def sentencepiece(normalizer=True):
@@ -21,13 +40,9 @@ def sentencepiece(normalizer=True):
     pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁▁", "▁▁▁▁"]
     merges = [("▁", "a"), ("▁", "▁"), ("▁▁", "▁▁")]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    made = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if normalizer:
-        made.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.add_special_tokens(["<s>"])
@@ -54,9 +69,7 @@ BOUNDED = {
     "NFKC": lambda: byte_level(normalizers.NFKC()),
     "lower case": lambda: byte_level(normalizers.Lowercase()),
     "stripped": lambda: byte_level(normalizers.Strip()),
-    "without accents": lambda: byte_level(
-        normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
-    ),
+    "without accents": lambda: byte_level(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
     "fewer blanks": lambda: byte_level(normalizers.Replace(" ", "")),
     "a token that takes blanks": lambda: byte_level(lstrip=True, rstrip=True),
     "split at blanks": lambda: byte_level(before=pre_tokenizers.WhitespaceSplit()),
@@ -137,9 +150,7 @@ def test_a_text_without_room_is_not_tokenised(door, is_own, window):
 
     with (
         calls_of(ids_of_text) as calls,
-        pytest.raises(
-            TextLimitError, match="tokens, and the model|characters, for which"
-        ) as caught,
+        pytest.raises(TextLimitError, match="tokens, and the model|characters, for which") as caught,
     ):
         DOORS[door](text)
     assert caught.value.code == "context_length_exceeded" and "\n" not in str(caught.value)

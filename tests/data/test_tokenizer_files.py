@@ -1,4 +1,5 @@
-"""A folder's tokenizer is what transformers makes of all its files: ids of prompts are those of `apply_chat_template`."""
+"""A folder's tokenizer is what transformers makes of all its files: ids of prompts are those of
+`apply_chat_template`."""
 
 import json
 
@@ -153,7 +154,7 @@ GIVEN = {
         [{**ASKED[0], "reasoning": "r", "thinking": "t", "reasoning_content": "c"}],
         {},
     ),
-    "arguments of tojson": ("{{ messages[0]|tojson(true, 2) }}{{ {'b': 1, 'a': 'ä<'}|tojson(sort_keys=true) }}", ASKED, {}),
+    "arguments of tojson": ("{{ messages[0]|tojson(true, 2) }}{{ {'b': 1, 'a': 'ä<'}|tojson(sort_keys=true) }}", ASKED, {}),  # noqa: E501
     "separators of tojson": ("{{ messages|tojson(separators=(',', ':')) }}", ASKED, {}),
     "loop controls": ("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", ASKED, {}),
     "generation": ("a {% generation %} b {% endgeneration %} c", ASKED, {}),

@@ -9,7 +9,7 @@ from expertmesh_families.swin.config import SwinConfig
 from expertmesh_families.swin.model import Swin
 
 MODELS = {
-    "seq2seq: dim": (lambda device: Seq2Seq(Seq2SeqConfig(dim=HUGE, num_heads=4), device=device), "model.dim=1000000000"),
+    "seq2seq: dim": (lambda device: Seq2Seq(Seq2SeqConfig(dim=HUGE, num_heads=4), device=device), "model.dim=1000000000"),  # noqa: E501
     "swin: dim": (lambda device: Swin(SwinConfig(dim=3 * HUGE), device=device), "model.dim=3000000000"),
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Experts of trained models are left out by use, and united; what is made translates, classifies, and is trained further."""
+"""Experts of trained models are left out by use, and united; what is made translates, classifies, and is trained
+further."""
 
 import json
 import shutil
@@ -192,7 +193,8 @@ def test_a_joined_model_has_the_experts_of_both(trained, tmp_path, capsys):
 
 
 def test_a_model_joined_with_itself_chooses_as_before(trained, tmp_path):
-    """Each expert is there twice, one of two equal logits wins, and its weight, of a softmax over twice as many, is half."""
+    """Each expert is there twice, one of two equal logits wins, and its weight, of a softmax over twice as many, is
+    half."""
     source = trained / "first"
     join(source, source, tmp_path / "twice")
     whole, twice = opened(source), opened(tmp_path / "twice")
@@ -237,10 +239,7 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_line(trained, tmp_path, words, text, capsys):
-    names = [
-        str(trained / word) if word in ("first", "second", "images-run", "nowhere") else word
-        for word in words
-    ]
+    names = [str(trained / word) if word in ("first", "second", "images-run", "nowhere") else word for word in words]
     assert main(["experts", *names, "--to", str(tmp_path / "made")]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1, error
@@ -315,9 +314,7 @@ def test_runs_join_whatever_differs_in_speed_and_training(trained, tmp_path):
     second = copied(trained / "second", tmp_path / "second", **other)
     assert join(trained / "first", second, tmp_path / "made").num_experts == (8, 6)
     other = copied(trained / "second", tmp_path / "other", **{"model.moe.weight_scale": 2.0})
-    with pytest.raises(
-        ConfigError, match=r"its model\.moe\.weight_scale is 2\.0 and that of .* 1\.0;"
-    ):
+    with pytest.raises(ConfigError, match=r"its model\.moe\.weight_scale is 2\.0 and that of .* 1\.0;"):
         join(trained / "first", other, tmp_path / "again")
 
 

@@ -344,10 +344,7 @@ def wrapped_experts(wrapper, kind, is_ignored):
             name for name, _ in net.named_parameters() if "experts" in name
         ]
     try:
-        if wrapper == "ddp":
-            wrapped = DistributedDataParallel(net)
-        else:
-            wrapped = torch.distributed.fsdp.fully_shard(net)
+        wrapped = DistributedDataParallel(net) if wrapper == "ddp" else torch.distributed.fsdp.fully_shard(net)
         wrapped(x).square().mean().backward()
     except ConfigError as error:
         return str(error)

@@ -13,8 +13,6 @@ def use_config(monkeypatch):
 
     def install(**changes):
         choose = tiles.config_for
-        monkeypatch.setattr(
-            tiles, "config_for", lambda *a, **k: replace(choose(*a, **k), **changes)
-        )
+        monkeypatch.setattr(tiles, "config_for", lambda *a, **k: replace(choose(*a, **k), **changes))
 
     return install

@@ -10,7 +10,8 @@ from expertmesh.kernels import tiles
 from expertmesh.ops.invariant import operators as invariant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter's products are NumPy's, whose rows may differ by their place in a tile, so there a row keeps its place.
+# The interpreter's products are NumPy's, whose rows may differ by their place in a tile, so there a row keeps its
+# place.
 PARTS = [slice(0, 1), slice(0, 20)] + ([slice(30, 37), slice(5, 36)] if DEVICE == "cuda" else [])
 SHAPE = {"num_experts": 8, "dim": 512, "hidden_dim": 1024, "num_branches": 2}
 
@@ -47,9 +48,7 @@ def test_linear(dtype, bias):
     assert_two_times(whole, plain, torch.nn.functional.linear(*exact), what="linear", sums=sums)
 
 
-@pytest.mark.parametrize(
-    "options", [{"bias": True}, {"num_shared_experts": 1, "activation": "geglu"}]
-)
+@pytest.mark.parametrize("options", [{"bias": True}, {"num_shared_experts": 1, "activation": "geglu"}])
 def test_layer(options):
     layer = MoELayer(
         dim=18, hidden_dim=20, num_experts=4, top_k=2, seed=0, backend="triton", batch_invariant=True,

@@ -1,7 +1,7 @@
 """A covering set of builds: every kernel, target, type and kind of tile in at most 50 builds, without a GPU.
 
-Every launched kernel is built for an NVIDIA target, the GEMMs for all four targets, and the variants where code generation
-differs most for Hopper. The full tables are in test_compile_moe.py and test_compile_routing.py.
+Every launched kernel is built for an NVIDIA target, the GEMMs for all four targets, and the variants where code
+generation differs most for Hopper. The full tables are in test_compile_moe.py and test_compile_routing.py.
 """
 
 import re
@@ -67,7 +67,8 @@ ROUTER = (
     ("sm_100", 4, MANY),
     ("gfx942", 3, USUAL),
 )
-"""Of a router step's launches, for tokens, width and experts: weight in parts, logits, weight and gradient in parts, both gradients."""
+"""Of a router step's launches, for tokens, width and experts: weight in parts, logits, weight and gradient in parts,
+both gradients."""
 
 
 def launch_of(target, dtype, options, name, number):
@@ -102,9 +103,7 @@ def test_experts_build(build):
             assert "cp.async.cg" in made.assembly
 
 
-@pytest.mark.parametrize(
-    ("target", "name"), [(target, name) for target, names in ROUTING.items() for name in names]
-)
+@pytest.mark.parametrize(("target", "name"), [(target, name) for target, names in ROUTING.items() for name in names])
 def test_routing_builds(target, name):
     case = main_cases()[name]
     check_routing(case, case.build(target))
@@ -119,9 +118,7 @@ def test_router_builds(target, number, shape):
 def test_the_set_is_small_and_covers_everything():
     experts = list(expert_builds())
     routing = [(target, name) for target, names in ROUTING.items() for name in names]
-    router = {
-        (target, router_launches(target, shape)[number].key) for target, number, shape in ROUTER
-    }
+    router = {(target, router_launches(target, shape)[number].key) for target, number, shape in ROUTER}
     keys = {(build[0], launch_of(*build).key) for build in experts} | set(routing) | router
     assert len(keys) == len(experts) + len(routing) + len(ROUTER), "a build is listed twice"
     assert len(keys) <= MOST_BUILDS

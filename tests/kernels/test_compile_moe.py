@@ -57,9 +57,7 @@ def new_launches(target, kind, variant):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize(
-    ("kind", "variant"), [(kind, name) for kind in TYPES for name in TYPES[kind][2]]
-)
+@pytest.mark.parametrize(("kind", "variant"), [(kind, name) for kind in TYPES for name in TYPES[kind][2]])
 def test_every_variant_builds(target, kind, variant):
     for launch in new_launches(target, kind, variant):
         check_experts(launch, launch.build(target), matrix=TYPES[kind][0] != FP32)
@@ -67,9 +65,7 @@ def test_every_variant_builds(target, kind, variant):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize(
-    "shape", [(8192, 2048, 128), (32_768, 4096, 8), (512, 1001, 61), (65_536, 7168, 256)]
-)
+@pytest.mark.parametrize("shape", [(8192, 2048, 128), (32_768, 4096, 8), (512, 1001, 61), (65_536, 7168, 256)])
 def test_the_router_builds(target, shape):
     for launch in router_launches(target, shape):
         check_router(launch, launch.build(target))
@@ -80,9 +76,7 @@ def test_the_router_builds(target, shape):
     ("target", "table"),
     [(target, name) for target in TARGETS for name in tile_tables.TABLES[target]],
 )
-@pytest.mark.parametrize(
-    "variant", ["swiglu", "geglu-interleaved", "gelu-bias", "main-grads", "tails"]
-)
+@pytest.mark.parametrize("variant", ["swiglu", "geglu-interleaved", "gelu-bias", "main-grads", "tails"])
 def test_every_table_builds(target, table, variant):
     for launch in step_launches(target, BF16, table=table, **VARIANTS[variant]):
         if launch.name in GEMMS:

@@ -1,4 +1,5 @@
-"""Objects of the kernels for processors: compiled once, kept where only the user can write, never loaded from elsewhere."""
+"""Objects of the kernels for processors: compiled once, kept where only the user can write, never loaded from
+elsewhere."""
 
 import os
 import shutil
@@ -233,9 +234,7 @@ def test_the_environment_names_a_lower_set(monkeypatch):
         monkeypatch.setenv(VARIABLE, name)
         assert [one.name for one in allowed_sets()] == own[own.index(name) :]
     monkeypatch.setenv(VARIABLE, "sse9")
-    with pytest.raises(
-        ConfigError, match=f"{VARIABLE}='sse9': is no instruction set of this processor"
-    ):
+    with pytest.raises(ConfigError, match=f"{VARIABLE}='sse9': is no instruction set of this processor"):
         allowed_sets()
 
 
@@ -250,9 +249,7 @@ with built(INSTRUCTION_SETS["plain"]) as path:
 """
 
 
-def test_old_objects_are_removed_but_not_those_that_a_process_is_about_to_load(
-    compiler, cache, monkeypatch
-):
+def test_old_objects_are_removed_but_not_those_that_a_process_is_about_to_load(compiler, cache, monkeypatch):
     words = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         held = other.stdout.readline().strip()

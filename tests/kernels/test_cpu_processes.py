@@ -1,4 +1,5 @@
-"""The kernels in C in processes of every kind: forked while they load or after, with more threads than cores, on systems that refuse a set."""
+"""The kernels in C in processes of every kind: forked while they load or after, with more threads than cores, on
+systems that refuse a set."""
 
 import subprocess
 import sys

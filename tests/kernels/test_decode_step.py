@@ -1,4 +1,5 @@
-"""A padded decode step as a GPU would compute it, traced on tensors without values: what is launched, nothing waited for, all built."""
+"""A padded decode step as a GPU would compute it, traced on tensors without values: what is launched, nothing waited
+for, all built."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -86,7 +87,8 @@ def traced(options, num, *, target="sm_90"):
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 @torch.no_grad()
 def test_nothing_waits_and_sizes_are_fixed(options):
-    """A tensor on "meta" has no values: a size that depended on one, or a number that the host read, would be an error."""
+    """A tensor on "meta" has no values: a size that depended on one, or a number that the host read, would be an
+    error."""
     seen = []
     for num in captured_sizes(24):
         found, launches, waited = traced(options, num)
@@ -98,9 +100,7 @@ def test_nothing_waits_and_sizes_are_fixed(options):
     assert seen[0].count("attend") == 2
     assert seen[0].count("sum_rows") == 2
     for names in seen:
-        assert [n for n in names if n != "merge_parts"] == [
-            n for n in seen[0] if n != "merge_parts"
-        ]
+        assert [n for n in names if n != "merge_parts"] == [n for n in seen[0] if n != "merge_parts"]
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,5 @@
-"""The experts' kernels on a real GPU: exactness, determinism, graphs, no synchronisation. Nothing here runs without one."""
+"""The experts' kernels on a real GPU: exactness, determinism, graphs, no synchronisation. Nothing here runs without
+one."""
 
 import pytest
 import torch
@@ -36,9 +37,7 @@ def test_two_times_rule_on_the_gpu(dtype, kind):
 
 @pytest.mark.parametrize("activation", ["reglu", "gelu", "relu", "relu2", "silu"])
 def test_activations_on_the_gpu(activation):
-    case = ExpertsCase.draw(
-        (512, 256, 192, 8, 2), activation=activation, dtype=torch.bfloat16, device=DEVICE
-    )
+    case = ExpertsCase.draw((512, 256, 192, 8, 2), activation=activation, dtype=torch.bfloat16, device=DEVICE)
     case.check(lambda: case.run("triton"))
 
 
@@ -67,9 +66,7 @@ def test_descriptors_and_pointers_agree_on_the_gpu(use_config):
 
 
 def test_twenty_runs_give_the_same_bits_on_the_gpu():
-    case = ExpertsCase.draw(
-        (4096, 1024, 768, 64, 8), kind="zipf", dtype=torch.bfloat16, bias=True, device=DEVICE
-    )
+    case = ExpertsCase.draw((4096, 1024, 768, 64, 8), kind="zipf", dtype=torch.bfloat16, bias=True, device=DEVICE)
     first = case.run("triton")
     for _ in range(20):
         again = case.run("triton")
@@ -121,7 +118,8 @@ def test_no_synchronisation_on_the_gpu():
 
 @pytest.mark.parametrize("E", [6, 9])
 def test_offsets_beyond_int32_on_the_gpu(E):
-    """A w_in of 3.2 GB, where a sum of strides in Triton's driver passes 2**31, or of more than 2**31 elements; the last expert is used."""
+    """A w_in of 3.2 GB, where a sum of strides in Triton's driver passes 2**31, or of more than 2**31 elements; the
+    last expert is used."""
     F, D = 8192, 16384
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GiB")

@@ -75,34 +75,26 @@ def test_moves_and_gradients_on_the_gpu(dtype):
 def test_choice_on_the_gpu(score_function, num_experts, top_k):
     logits = torch.randn(2000, num_experts, device=DEVICE)
     leaf = logits.clone().requires_grad_()
-    ids, weights, scores = choose_experts(
-        leaf, top_k, score_function=score_function, normalize=True, backend="triton"
-    )
+    ids, weights, scores = choose_experts(leaf, top_k, score_function=score_function, normalize=True, backend="triton")
     assert torch.equal(ids, logits.topk(top_k).indices)  # no ties among random numbers
     d_weights, d_scores = torch.randn_like(weights), torch.randn_like(scores)
     (grad,) = torch.autograd.grad((weights, scores), leaf, (d_weights, d_scores))
 
     def plain(dtype):
         x = logits.to(dtype).requires_grad_()
-        w, s = reference.weigh_experts(
-            x, ids, score_function=score_function, normalize=True, weight_scale=1.0
-        )
+        w, s = reference.weigh_experts(x, ids, score_function=score_function, normalize=True, weight_scale=1.0)
         total = (w * d_weights.to(dtype)).sum() + (s * d_scores.to(dtype)).sum()
         return w.detach(), s.detach(), torch.autograd.grad(total, x)[0]
 
     same, exact = plain(torch.float32), plain(torch.float64)
-    for what, a, b, c in zip(
-        ("weights", "scores", "gradient"), (weights, scores, grad), same, exact, strict=True
-    ):
+    for what, a, b, c in zip(("weights", "scores", "gradient"), (weights, scores, grad), same, exact, strict=True):
         assert_two_times(a.detach(), b, c, what=what)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_hot_expert_is_split_on_the_gpu(accumulate):
     """Narrow and hot: the weight gradients of one expert are the work of many programs."""
-    case = ExpertsCase.draw(
-        (16_384, 256, 128, 16, 2), kind="hot", dtype=torch.bfloat16, device=DEVICE
-    )
+    case = ExpertsCase.draw((16_384, 256, 128, 16, 2), kind="hot", dtype=torch.bfloat16, device=DEVICE)
 
     def run():
         with poisoned_empty():
@@ -197,9 +189,7 @@ def test_the_layer_compiles_with_inductor_on_the_gpu():
         with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
             y, _ = compiled(x)
         expected, _ = layer(x)
-        grads = [
-            torch.autograd.grad(v.float().sum(), (x, layer.experts.w_in)) for v in (y, expected)
-        ]
+        grads = [torch.autograd.grad(v.float().sum(), (x, layer.experts.w_in)) for v in (y, expected)]
         exact = expected.detach().double()
         assert_two_times(y.detach(), expected.detach(), exact, what="y", dtype=torch.bfloat16)
         for a, b in zip(*grads, strict=True):

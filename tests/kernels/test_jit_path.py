@@ -42,11 +42,7 @@ def as_the_launch_code_sees_it(launch):
     bound, found, options = binder(**arguments)
     _, signature, _, attributes = kernel._pack_args(backend, arguments, bound, found, options)
     types = {name: kind for name, kind in signature.items() if kind != "constexpr"}
-    aligned = {
-        kernel.arg_names[place[0]]
-        for place, hints in attributes.items()
-        if ["tt.divisibility", 16] in hints
-    }
+    aligned = {kernel.arg_names[place[0]] for place, hints in attributes.items() if ["tt.divisibility", 16] in hints}
     return types, aligned
 
 
@@ -54,15 +50,11 @@ def as_the_launch_code_sees_it(launch):
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_recorded_launches_are_what_is_compiled(hopper, shape, bias):
     sizes, activation = SHAPES[shape]
-    for launch in step_launches(
-        "sm_90", torch.bfloat16, shape=sizes, activation=activation, bias=bias
-    ):
+    for launch in step_launches("sm_90", torch.bfloat16, shape=sizes, activation=activation, bias=bias):
         types, aligned = as_the_launch_code_sees_it(launch)
         ours, constants, unaligned = launch._compiled_for()
         assert types == ours, launch.name
         assert not set(constants) & set(types), launch.name
         plain = {p.name for p in launch.kernel.params if p.do_not_specialize}
-        may = {
-            name for name, kind in ours.items() if kind.startswith("*") or kind in ("i32", "i64")
-        }
+        may = {name for name, kind in ours.items() if kind.startswith("*") or kind in ("i32", "i64")}
         assert aligned == may - plain - set(unaligned), launch.name

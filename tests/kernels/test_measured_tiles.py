@@ -23,8 +23,7 @@ def file(tmp_path, monkeypatch):
 
     def entry(rows, group_m):
         found = {
-            name: asdict(getattr(config(rows=rows), name)) | {"group_m": group_m, "source": "here"}
-            for name in GEMMS
+            name: asdict(getattr(config(rows=rows), name)) | {"group_m": group_m, "source": "here"} for name in GEMMS
         }
         about = {"rows_per_expert": rows, "dtype": "bfloat16", "source": "here", "us": {}}
         return {"tiles": found} | about | SIZES

@@ -1,4 +1,5 @@
-"""The experts' kernels in Triton's interpreter: the two-times rule for the output and every gradient, outputs poisoned."""
+"""The experts' kernels in Triton's interpreter: the two-times rule for the output and every gradient, outputs
+poisoned."""
 
 from dataclasses import replace
 
@@ -69,9 +70,7 @@ def test_every_activation(activation):
     check((20, 16, 24, 3, 2), activation=activation, bias=True)
 
 
-@pytest.mark.parametrize(
-    ("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)]
-)
+@pytest.mark.parametrize(("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)])
 @pytest.mark.parametrize("more", [{}, {"ragged": True, "tails": True, "fetch": True}], ids=str)
 def test_tensor_descriptors_and_small_tiles(use_config, activation, interleaved, more):
     """The Hopper path: several tiles and steps in every direction, tails in all of them."""
@@ -122,15 +121,11 @@ def test_saved_bytes_are_x_and_h(recompute_h):
 
 
 def parts(case, needs=None):
-    experts = ExpertSlice(
-        case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation
-    )
+    experts = ExpertSlice(case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation)
     maps = case.metadata
     needs = needs or Needs(True, True, True, True, True, True)
     _, h = moe_mlp_triton.forward(case.x_TD, experts, case.weights_TK, maps, save_h=True)
-    _, _, hidden = moe_mlp_triton.data_grads(
-        case.grad_TD, case.x_TD, h, experts, case.weights_TK, maps, needs
-    )
+    _, _, hidden = moe_mlp_triton.data_grads(case.grad_TD, case.x_TD, h, experts, case.weights_TK, maps, needs)
     return (case.grad_TD, case.x_TD, hidden, experts, case.weights_TK, maps, needs)
 
 
@@ -142,9 +137,7 @@ def test_weight_gradients_later_and_into_fp32_buffers(dtype):
     with poisoned_empty():
         apart = moe_mlp_triton.weight_grads(*arguments)
     names = {"w_in": "w_in_EGFD", "w_out": "w_out_EDF", "b_in": "b_in_EGF", "b_out": "b_out_ED"}
-    into = ExpertSlice(
-        *(torch.randn(getattr(apart, f).shape) for f in names.values()), case.activation
-    )
+    into = ExpertSlice(*(torch.randn(getattr(apart, f).shape) for f in names.values()), case.activation)
     before = {name: getattr(into, field).clone() for name, field in names.items()}
     moe_mlp_triton.weight_grads(*arguments, into=into)
     for name, field in names.items():

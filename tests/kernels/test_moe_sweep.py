@@ -56,9 +56,7 @@ def choices(row):
 
 def steps(row):
     """About how many steps one product of the case takes."""
-    block_m, block = {"default": (32, 64), "small": (16, 16), "descriptors": (32, 32)}[
-        row["config"]
-    ]
+    block_m, block = {"default": (32, 64), "small": (16, 16), "descriptors": (32, 32)}[row["config"]]
     num_slots = row["tokens"] * choices(row)
     row_tiles = num_slots // block_m + min(row["experts"], num_slots)
     D, F = row["widths"]
@@ -95,10 +93,7 @@ DEFAULT = list(by_default())
 
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=label(row), marks=[] if row in DEFAULT else pytest.mark.exhaustive)
-        for row in CASES
-    ],
+    [pytest.param(row, id=label(row), marks=[] if row in DEFAULT else pytest.mark.exhaustive) for row in CASES],
 )
 def test_two_times_rule(use_config, row):
     use_config(**CONFIGS[row["config"]])

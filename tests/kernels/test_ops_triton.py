@@ -99,9 +99,9 @@ def test_the_whole_layer(options):
         ("torch", torch.float32),
         ("torch", torch.float64),
     ):
-        layer = MoELayer(
-            dim=16, hidden_dim=24, num_experts=6, top_k=2, backend=backend, dtype=dtype, **options
-        ).to(DEVICE)
+        layer = MoELayer(dim=16, hidden_dim=24, num_experts=6, top_k=2, backend=backend, dtype=dtype, **options).to(
+            DEVICE
+        )
         state = state or layer.state_dict()
         layer.load_state_dict(state)
         inputs = x.detach().to(dtype).requires_grad_()

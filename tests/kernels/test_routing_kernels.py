@@ -95,9 +95,7 @@ def assert_tile_table(ids, num_experts, block_m):
     with poisoned_empty():
         tile_expert, tile_row, num_tiles = kernels.tile_table(offsets, ids.numel(), block_m)
     bounds = offsets.tolist()
-    expected = [
-        (e, row) for e in range(num_experts) for row in range(bounds[e], bounds[e + 1], block_m)
-    ]
+    expected = [(e, row) for e in range(num_experts) for row in range(bounds[e], bounds[e + 1], block_m)]
     used = num_tiles.item()
     assert used == len(expected) <= len(tile_expert) == len(tile_row)
     assert list(zip(tile_expert.tolist(), tile_row.tolist(), strict=True))[:used] == expected

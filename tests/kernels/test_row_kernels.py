@@ -66,9 +66,7 @@ def test_moves_are_copies(shape, dtype):
     x = torch.randn(num_tokens, dim).to(DEVICE, dtype)
     with poisoned_empty():
         rows = permute_kernels.tokens_to_rows(x, offsets, row_of_slot, num_rows)
-        slots = permute_kernels.rows_to_slots(
-            rows_with_dead_tail(num_rows, dim, dtype, live), offsets, row_of_slot
-        )
+        slots = permute_kernels.rows_to_slots(rows_with_dead_tail(num_rows, dim, dtype, live), offsets, row_of_slot)
         back = permute_kernels.tokens_to_rows(
             torch.where((ids < num_experts).view(-1, 1), slots, float("nan")),
             offsets,

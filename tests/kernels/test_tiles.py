@@ -50,7 +50,7 @@ def test_a_flag_selects_a_table(monkeypatch):
     def config(table):
         monkeypatch.setenv(tile_tables.FLAG, table)
         return tiles.config_for(
-            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tile_tables.selected(),
+            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tile_tables.selected(),  # noqa: E501
         )  # fmt: skip
 
     default = config("")
@@ -65,9 +65,7 @@ def test_a_flag_selects_a_table(monkeypatch):
 
 
 def test_descriptors_need_weights_that_begin_at_16_bytes():
-    config = tiles.config_for(
-        "sm_90", torch.bfloat16, rows_per_expert=512, dim=64, hidden_dim=64, num_branches=2
-    )
+    config = tiles.config_for("sm_90", torch.bfloat16, rows_per_expert=512, dim=64, hidden_dim=64, num_branches=2)
     flat = torch.empty(65, dtype=torch.bfloat16)
     assert config.tma
     assert tiles.described(config, flat[8:], flat).tma
@@ -89,11 +87,7 @@ def test_shards_at_odd_places_take_the_path_with_pointers(monkeypatch):
             "tests.support.experts_builds.torch.empty",
             lambda *size, **options: _behind(offset, *size, **options),
         )
-        return {
-            launch.name
-            for launch in step_launches("sm_90", torch.bfloat16)
-            if launch.values.get("TMA")
-        }
+        return {launch.name for launch in step_launches("sm_90", torch.bfloat16) if launch.values.get("TMA")}
 
     empty = torch.empty
 

@@ -72,10 +72,7 @@ def assert_choice(logits, top_k, rule, noise=None, bias=None):
     d_weights, d_scores = torch.randn_like(weights), torch.randn_like(scores)
     with poisoned_empty():
         d_logits = kernels.choose_backward(logits, ids, rule, d_weights, d_scores)
-    same, oracle = (
-        plain(logits, ids, rule, dtype, d_weights, d_scores)
-        for dtype in (torch.float32, torch.float64)
-    )
+    same, oracle = (plain(logits, ids, rule, dtype, d_weights, d_scores) for dtype in (torch.float32, torch.float64))
     names = ("weights", "scores", "d_logits")
     for ours, a, b, what in zip((weights, scores, d_logits), same, oracle, names, strict=True):
         assert_two_times(ours, a, b, what=what)
@@ -127,9 +124,7 @@ def test_extreme_logits():
             assert_choice(logits, 2, SelectionRule(function, normalize))
     # every chosen score underflows to 0: the sum is clamped, nothing becomes NaN
     ids, weights, scores = kernels.choose(logits - 1e3, 2, SelectionRule("sigmoid", True))
-    grad = kernels.choose_backward(
-        logits - 1e3, ids, SelectionRule("sigmoid", True), weights, scores
-    )
+    grad = kernels.choose_backward(logits - 1e3, ids, SelectionRule("sigmoid", True), weights, scores)
     assert bool(weights[0].isfinite().all() and grad[0].isfinite().all())
 
 

@@ -50,9 +50,7 @@ def test_cached_logits_equal_uncached_ones(cuts: list[int], qk_norm: bool) -> No
     ids = token_ids()
     cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     edges = [0, *cuts, SEQ]
-    parts = [
-        cached(gpt, ids[:, a:b], cache).logits_BSV for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [cached(gpt, ids[:, a:b], cache).logits_BSV for a, b in zip(edges, edges[1:], strict=False)]
     assert_close_fp64(torch.cat(parts, 1), gpt(ids).logits_BSV, what="cached logits")
     assert cache.length == SEQ
 
@@ -63,9 +61,7 @@ def test_cached_logits_equal_uncached_ones(cuts: list[int], qk_norm: bool) -> No
     cut=st.integers(1, 7),
     new_tokens=st.integers(1, 4),
 )
-def test_left_padded_prompts_get_their_own_logits(
-    lengths: list[int], cut: int, new_tokens: int
-) -> None:
+def test_left_padded_prompts_get_their_own_logits(lengths: list[int], cut: int, new_tokens: int) -> None:
     gpt = model()
     ids = token_ids(len(lengths), 8)
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]

@@ -48,9 +48,7 @@ class Ragged:
 def test_flat_tokens_get_the_logits_of_their_own_sequences():
     gpt = GPT(CONFIG, dtype=torch.float64, seed=0).eval()
     generator = torch.Generator().manual_seed(1)
-    ids = {
-        name: torch.randint(VOCAB, (n,), generator=generator) for name, n in (("a", 9), ("b", 5))
-    }
+    ids = {name: torch.randint(VOCAB, (n,), generator=generator) for name, n in (("a", 9), ("b", 5))}
     # a prompt of each, of unlike lengths and mixed, then tokens of a alone, then of both
     steps = [[("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2)], [("a", 3)], [("b", 2), ("a", 4)]]
     expected = {name: gpt(one[None]).logits_BSV[0] for name, one in ids.items()}

@@ -57,9 +57,7 @@ def loss_and_gradients(gpt: GPT, ids_BS: Tensor) -> tuple[Tensor, dict[str, Tens
     gpt.zero_grad(set_to_none=True)
     loss = loss_of(gpt(ids_BS), ids_BS)
     loss.backward()
-    return loss.detach(), {
-        name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None
-    }
+    return loss.detach(), {name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -153,10 +151,9 @@ def test_activation_checkpointing_changes_nothing(options: dict[str, Any], noise
 
 
 def test_layers_are_recomputed_in_the_mode_of_their_forward_pass() -> None:
-    """Scores of evaluation may get gradients after the model is in training mode again, whose noise chooses other experts."""
-    plain, recomputed = (
-        model(moe={"router_noise": "gumbel", "router_noise_std": 3.0}) for _ in "12"
-    )
+    """Scores of evaluation may get gradients after the model is in training mode again, whose noise chooses other
+    experts."""
+    plain, recomputed = (model(moe={"router_noise": "gumbel", "router_noise_std": 3.0}) for _ in "12")
     recomputed.set_activation_checkpointing(True)
     found = []
     for gpt in (plain, recomputed):
@@ -186,9 +183,7 @@ def test_noise_follows_the_global_token_index() -> None:
     whole = gpt(ids).logits_BSV
     half = gpt(ids[2:], token_index=torch.arange(2 * SEQ, 4 * SEQ)).logits_BSV
     assert_close_fp64(half, whole[2:], what="the second half alone")
-    assert_differs(
-        gpt(ids[2:]).logits_BSV, whole[2:], what="the second half as if it were the first"
-    )
+    assert_differs(gpt(ids[2:]).logits_BSV, whole[2:], what="the second half as if it were the first")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -240,9 +235,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     first = model(seed=3)
     torch.manual_seed(1)
     second, other = model(seed=3), model(seed=4)
-    for (name, a), b, c in zip(
-        first.named_parameters(), second.parameters(), other.parameters(), strict=True
-    ):
+    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert torch.equal(a, c) == name.endswith("norm.weight"), name
 

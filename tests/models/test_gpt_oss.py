@@ -1,4 +1,5 @@
-"""What gpt-oss has of its own: sinks, windows in every other layer, biases everywhere, clamped gates, experts in MXFP4."""
+"""What gpt-oss has of its own: sinks, windows in every other layer, biases everywhere, clamped gates, experts in
+MXFP4."""
 
 import copy
 import json
@@ -77,9 +78,7 @@ def test_both_branches_are_clamped(backend):
     leaves[1] *= 5
     ids = torch.randint(3, (9, 2))
     x, w_in, w_out, weights = [leaf.requires_grad_() for leaf in leaves]
-    y = moe_mlp(
-        *leaves[:3], weights, route_metadata(ids, 3), activation="clamped_swiglu", backend=backend
-    )
+    y = moe_mlp(*leaves[:3], weights, route_metadata(ids, 3), activation="clamped_swiglu", backend=backend)
     gate, up = torch.einsum("td,egfd->getf", x, w_in)
     assert all((h > 7).any() and (h < -7).any() for h in (gate, up))
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -217,7 +216,8 @@ def test_models_of_the_hub_are_quantised(theirs, tmp_path):
 
 
 def test_adapters_learn_what_the_sum_of_weights_says(theirs):
-    """Behind clamped gates and biases, with FP64 for both: logits, and gradients of both factors from those of W + s B A."""
+    """Behind clamped gates and biases, with FP64 for both: logits, and gradients of both factors from those of W + s B
+    A."""
     adapted = load_pretrained(theirs[0], dtype=torch.float64)
     assert em.lora.add(adapted, rank=3, alpha=6.0, dtype=torch.float64, seed=1) == 4
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,5 @@
-"""What the models are given and cannot take: one line for each argument's shape, type, device and range, before anything is computed."""
+"""What the models are given and cannot take: one line for each argument's shape, type, device and range, before
+anything is computed."""
 
 import functools
 
@@ -31,9 +32,7 @@ def dense():
 def cache_of(rows=2, max_len=8, model=None, **options):
     model = gpt() if model is None else model
     if options:
-        return type(model.new_cache(batch_size=1, max_len=1))(
-            model.config, batch_size=rows, max_len=max_len, **options
-        )
+        return type(model.new_cache(batch_size=1, max_len=1))(model.config, batch_size=rows, max_len=max_len, **options)
     return model.new_cache(batch_size=rows, max_len=max_len)
 
 
@@ -83,7 +82,7 @@ GPT_CALLS = {
     "a way of no name": (IDS, {"dispatch": DispatchOptions(all_to_all="fast")}, "all_to_all='fast'"),
     "half a part": (IDS, {"dispatch": DispatchOptions(overlap_degree=1.0)}, "overlap_degree=1.0"),
     "no options": (IDS, {"dispatch": 2}, "dispatch is an int; it must be a DispatchOptions"),
-    "replicated experts on one process": (IDS, {"dispatch": DispatchOptions(replicated_experts=1)}, "replicated_experts=1"),
+    "replicated experts on one process": (IDS, {"dispatch": DispatchOptions(replicated_experts=1)}, "replicated_experts=1"),  # noqa: E501
 }  # fmt: skip
 
 
@@ -231,7 +230,5 @@ def test_checks_break_no_graph():
 def assert_breaks_no_graph(model, args, more):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    (found, *_), (expected, *_) = (
-        torch.utils._pytree.tree_leaves(one(*args, **more)) for one in (compiled, model)
-    )
+    (found, *_), (expected, *_) = (torch.utils._pytree.tree_leaves(one(*args, **more)) for one in (compiled, model))
     assert found.shape == expected.shape and found.isfinite().all()

@@ -1,4 +1,5 @@
-"""Multi-head latent attention: both ways to it are one function, caches hold what the paper says, and bits follow no neighbour."""
+"""Multi-head latent attention: both ways to it are one function, caches hold what the paper says, and bits follow no
+neighbour."""
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def latent(dtype=torch.float64, *, sizes=None, **options):
 
 @pytest.mark.parametrize("sizes", KINDS.values(), ids=KINDS)
 def test_decoding_with_absorbed_weights_is_the_plain_form(sizes):
-    """The dense forward makes keys and values of all heads, the engine and the cache absorb the matrices that make them."""
+    """The dense forward makes keys and values of all heads, the engine and the cache absorb the matrices that make
+    them."""
     model = latent(sizes=sizes)
     ids = torch.randint(64, (2, 20))
     with torch.no_grad():
@@ -91,9 +93,7 @@ def test_rounding_of_the_absorbed_form(dtype):
         assert_two_times(results["absorbed"][what], results["plain"][what], exact, what=what)
 
 
-@pytest.mark.parametrize(
-    "cache", [{}, {"token_budget": 5, "block_size": 4}, {"num_blocks": 16, "block_size": 4}]
-)
+@pytest.mark.parametrize("cache", [{}, {"token_budget": 5, "block_size": 4}, {"num_blocks": 16, "block_size": 4}])
 def test_the_engine_gives_the_tokens_of_full_passes(cache):
     model = latent()
     engine = Engine(model, **cache)
@@ -118,14 +118,13 @@ def test_the_cache_of_the_published_model_holds_576_numbers_a_layer():
         latent=LatentAttentionConfig(kv_lora_rank=512, q_lora_rank=1536),
     )
     assert v3.cache_numbers == 576
-    cache = PagedCache(
-        v3, num_blocks=2, block_size=4, device=torch.device("cpu"), dtype=torch.bfloat16
-    )
+    cache = PagedCache(v3, num_blocks=2, block_size=4, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert cache.k is cache.v and cache.k.numel() == 61 * 8 * 576
 
 
 def test_yarn_turns_as_its_equations_say():
-    """Of Peng et al. 2023: fast pairs keep their frequency, slow ones have a factor-th, cosines grow by 0.1 ln(s) + 1."""
+    """Of Peng et al. 2023: fast pairs keep their frequency, slow ones have a factor-th, cosines grow by 0.1 ln(s) +
+    1."""
     scaling = RopeScalingConfig(factor=8.0, original_max_seq_len=64)
     first, last = scaling.mixed_pairs(dim=32, base=10000.0)
     assert (first, last) == (
@@ -135,9 +134,9 @@ def test_yarn_turns_as_its_equations_say():
     assert scaling.cos_factor == pytest.approx(1.2079, abs=1e-4)
     assert scaling.score_factor == 1.0
     assert RopeScalingConfig(factor=40.0, mscale=1.0, mscale_all_dim=1.0).cos_factor == 1.0
-    assert RopeScalingConfig(
-        factor=40.0, mscale=1.0, mscale_all_dim=1.0
-    ).score_factor == pytest.approx(1.8738, abs=1e-3)
+    assert RopeScalingConfig(factor=40.0, mscale=1.0, mscale_all_dim=1.0).score_factor == pytest.approx(
+        1.8738, abs=1e-3
+    )
 
 
 BAD = {

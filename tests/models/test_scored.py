@@ -142,9 +142,7 @@ def largest(seen):
 def task_of(vocab_size):
     usual = gpt_moe_test()
     model = usual.model.model_copy(update={"vocab_size": vocab_size})
-    config = GPTRunConfig(
-        model=model, data=TextConfig(seq_len=64), train=TrainConfig(run_dir="unused", batch_size=4)
-    )
+    config = GPTRunConfig(model=model, data=TextConfig(seq_len=64), train=TrainConfig(run_dir="unused", batch_size=4))
     return GPTTask(config)
 
 

@@ -19,9 +19,7 @@ class Layer(nn.Module):
     def __init__(self, bias):
         super().__init__()
         self.mix = nn.Linear(6, 6)
-        self.mlp = nn.Sequential(
-            nn.Linear(6, 12, bias=bias), nn.GELU(), nn.Linear(12, 6, bias=bias)
-        )
+        self.mlp = nn.Sequential(nn.Linear(6, 12, bias=bias), nn.GELU(), nn.Linear(12, 6, bias=bias))
 
     def forward(self, x):
         x = x + self.mix(x)

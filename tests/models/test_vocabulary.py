@@ -1,4 +1,5 @@
-"""More tokens and fewer for trained models: what was there stays to the bit, what is new is the mean, and nothing is left of a refusal."""
+"""More tokens and fewer for trained models: what was there stays to the bit, what is new is the mean, and nothing is
+left of a refusal."""
 
 import copy
 
@@ -64,9 +65,7 @@ def test_old_tokens_keep_their_rows_and_new_ones_are_the_mean(make, tied, size):
     new = run(model, ids)
     assert new.shape[-1] == size
     oracle = run(make(tie_embeddings=tied).double(), ids)[..., : min(size, 300)]
-    numerics.assert_two_times(
-        new[..., : min(size, 300)], old[..., : min(size, 300)], oracle, what="logits"
-    )
+    numerics.assert_two_times(new[..., : min(size, 300)], old[..., : min(size, 300)], oracle, what="logits")
     again = type(model)(model.config, seed=1)
     again.load_state_dict(model.state_dict())
     assert torch.equal(run(again, ids), new)
@@ -88,9 +87,7 @@ def test_tokens_are_added_and_learned(make, special):
     size = words.get_vocab_size()
     room = model.vocab_size - size
     tokens = [f"<{i}>" for i in range(room + 2)]
-    assert em.add_tokens(
-        model, words, [*tokens, tokens[0], "<|endoftext|>"], special=special
-    ) == len(tokens)
+    assert em.add_tokens(model, words, [*tokens, tokens[0], "<|endoftext|>"], special=special) == len(tokens)
     assert words.get_vocab_size() == model.vocab_size == 302
     assert [words.token_to_id(t) for t in tokens] == list(range(size, 302))
     ids = words.encode(f"some {tokens[-1]} text").ids

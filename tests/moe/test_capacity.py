@@ -31,17 +31,13 @@ def kept_by_loop(ids, keys, mask, *, num_experts, factor, min_capacity, group_si
         members = [t for t in range(start, min(start + size, num_tokens)) if mask[t]]
         capacity = ceil_capacity(len(members), top_k, num_experts, factor, min_capacity)
         for e in range(num_experts):
-            queue = [
-                (keys[t][j], j, t) for t in members for j in range(top_k) if ids[t, j].item() == e
-            ]
+            queue = [(keys[t][j], j, t) for t in members for j in range(top_k) if ids[t, j].item() == e]
             for _, j, t in sorted(queue)[:capacity]:
                 kept[t, j] = True
     return kept
 
 
-def run(
-    ids, weights, *, num_experts, factor, policy, group_size=None, min_capacity=0, mask=None, **kw
-):
+def run(ids, weights, *, num_experts, factor, policy, group_size=None, min_capacity=0, mask=None, **kw):
     return assign(
         Routing(ids, weights),
         num_experts=num_experts,
@@ -72,9 +68,7 @@ def test_every_policy_equals_the_loop(data):
     skew = torch.rand(num_tokens, num_experts, generator=generator) ** 3
     skew[:, 0] += data.draw(st.sampled_from([0.0, 1.0]))
     ids = skew.topk(top_k).indices
-    weights = (
-        torch.randint(1, 5, (num_tokens, top_k), generator=generator).double() / 4
-    )  # with ties
+    weights = torch.randint(1, 5, (num_tokens, top_k), generator=generator).double() / 4  # with ties
     mask = torch.rand(num_tokens, generator=generator) > 0.3
     ids = torch.where(mask[:, None], ids, num_experts)
     if policy == "first":
@@ -137,9 +131,7 @@ def test_capacity_is_not_rounded_up_by_floating_point():
     assert on_device.tolist() == [110, 2, 2]
 
 
-CHI_SQUARE_Z = (
-    6  # chi-square has mean n and variance 2n; six sigma with a fixed seed never fails by chance
-)
+CHI_SQUARE_Z = 6  # chi-square has mean n and variance 2n; six sigma with a fixed seed never fails by chance
 
 
 def chi_square_fits(counts, expected, freedom):
@@ -151,9 +143,7 @@ def test_random_token_selection_is_uniform_over_the_queue():
     """Every one of the 20 subsets of 3 out of 6 queueing tokens stays equally often, whatever their place."""
     draws, queue, capacity = 8000, 6, 3
     ids = torch.zeros(draws * queue, 1, dtype=torch.int64)  # each routing group is one draw
-    kept = run(
-        ids, torch.ones_like(ids), num_experts=1, factor=0.5, policy="random", group_size=queue
-    ).expert_ids_TK
+    kept = run(ids, torch.ones_like(ids), num_experts=1, factor=0.5, policy="random", group_size=queue).expert_ids_TK
     subsets = {s: i for i, s in enumerate(itertools.combinations(range(queue), capacity))}
     counts = torch.zeros(len(subsets), dtype=torch.float64)
     for row in (kept.view(draws, queue) == 0).tolist():
@@ -163,9 +153,7 @@ def test_random_token_selection_is_uniform_over_the_queue():
 
 def test_random_token_selection_is_uniform_over_steps_tokens_and_choices():
     """First choices have no advantage over second and third ones, nor early tokens over late ones."""
-    layer = layer_with(
-        num_experts=3, top_k=3, capacity_factor=0.25, min_capacity=0, routing_group_size=16
-    )
+    layer = layer_with(num_experts=3, top_k=3, capacity_factor=0.25, min_capacity=0, routing_group_size=16)
     repeats, steps, capacity = 300, 10, 4
     x = torch.randn(16, 6, dtype=torch.float64).repeat(repeats, 1)
     counts = torch.zeros(16, 3, dtype=torch.float64)

@@ -95,7 +95,8 @@ def test_decoding_needs_four():
 
 
 def test_an_option_is_written_in_two_places():
-    """As a field of the options and as an entry of the layer's docstring; what reaches the stages is the one object with the fields."""
+    """As a field of the options and as an entry of the layer's docstring; what reaches the stages is the one object
+    with the fields."""
     places = {name: [] for name in LayerOptions.model_fields if not name.startswith("own_")}
     for path in [SOURCE / "config" / "moe_rules.py", *(SOURCE / "moe").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -110,7 +111,8 @@ def test_an_option_is_written_in_two_places():
 
 
 def declared_by(node):
-    """Names of the options that a class has as fields, or that the layer or a class of its options is made with, one by one."""
+    """Names of the options that a class has as fields, or that the layer or a class of its options is made with, one by
+    one."""
     if isinstance(node, ast.ClassDef) and node.name.endswith(("Options", "Choices", "Rule")):
         return [ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign)]
     if isinstance(node, ast.ClassDef) and node.name == "MoELayer":

@@ -57,9 +57,7 @@ def choices(draw, *, variant):
     options["normalize_weights"] = draw(st.sampled_from([*kept, "auto", "none", "topk"]))
     options["weight_scale"] = draw(st.sampled_from([1.0, 2.5]))
     if router != "hash":
-        options["router_noise"] = draw(
-            st.sampled_from(["none", "none", "gumbel", "gaussian", "gumbel_after_first"])
-        )
+        options["router_noise"] = draw(st.sampled_from(["none", "none", "gumbel", "gaussian", "gumbel_after_first"]))
         options["logit_temperature"] = draw(st.sampled_from([1.0, 0.7]))
         options["input_jitter"] = draw(st.sampled_from([0.0, 0.0, 0.1]))
     if router in ("topk", "cosine"):
@@ -68,9 +66,7 @@ def choices(draw, *, variant):
     if options.get("router_noise") == "gumbel_after_first" and (grouped or not sets_first_apart):
         options["router_noise"] = "gumbel"
     if grouped:
-        groups = draw(
-            st.sampled_from([g for g in VARIANTS[variant]["num_expert_groups"] if E % g == 0])
-        )
+        groups = draw(st.sampled_from([g for g in VARIANTS[variant]["num_expert_groups"] if E % g == 0]))
         options["num_expert_groups"] = groups
         options["num_limited_groups"] = draw(st.integers(-(-K * groups // E), groups - 1))
         options["group_score"] = draw(st.sampled_from(["top2_sum", "max"]))
@@ -97,9 +93,7 @@ def cases(draw, *, variant, dtype):
         "num_shared_experts": draw(st.sampled_from([0, 0, 2])),
         "residual": draw(st.booleans()),
         "balance_loss": draw(
-            st.sampled_from(
-                ["switch", "importance_load", "none"] + ["gshard"] * (router != "expert_choice")
-            )
+            st.sampled_from(["switch", "importance_load", "none"] + ["gshard"] * (router != "expert_choice"))
         ),
         "balance_loss_scope": draw(st.sampled_from(["group", "global"])),
         "aux_loss_weight": 0.5,
@@ -159,11 +153,7 @@ def make_layer(case, values):
 def draw_tensors(case, T, values):
     generator = torch.Generator().manual_seed(values + 1)
     shape = (2, T, case.kwargs["dim"])
-    return (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        .to(case.kwargs["dtype"])
-        .unbind(0)
-    )
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.kwargs["dtype"]).unbind(0)
 
 
 def with_hash_table(case, layer, T, values):

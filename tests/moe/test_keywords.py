@@ -218,9 +218,7 @@ def test_flipping_a_keyword_changes_something(name):
     assert_changed(before, after, f"{name}={value}: {what}")
 
 
-@pytest.mark.parametrize(
-    "flip", MORE_FLIPS, ids=lambda flip: f"{flip[0]}-{flip[3]}".replace(" ", "_")
-)
+@pytest.mark.parametrize("flip", MORE_FLIPS, ids=lambda flip: f"{flip[0]}-{flip[3]}".replace(" ", "_"))
 def test_more_flips(flip):
     name, extra, value, what = flip
     before, after = changed({**BASE, **extra}, name, value, what)
@@ -233,14 +231,10 @@ def test_more_flips(flip):
 def test_every_keyword_is_documented():
     text = inspect.getdoc(MoELayer)
     for name in keywords(MoELayer.__init__):
-        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), (
-            f"{name} has no entry in the docstring"
-        )
+        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), f"{name} has no entry in the docstring"
     text = inspect.getdoc(MoELayer.forward)
     for name in keywords(MoELayer.forward):
-        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), (
-            f"{name} has no entry in the docstring"
-        )
+        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), f"{name} has no entry in the docstring"
 
 
 CHOICE_EXTRAS = {
@@ -285,15 +279,9 @@ def test_every_field_of_the_configuration_reaches_the_layer(name):
     value = CONFIG_ONLY_VALUES.get(name, value)
     if value is None:
         return  # num_experts has one entry per layer; from_config takes the layer's own
-    extra = {
-        k: v
-        for k, v in {**BASE, **extra}.items()
-        if k in MoEConfig.model_fields and k != "num_experts"
-    }
+    extra = {k: v for k, v in {**BASE, **extra}.items() if k in MoEConfig.model_fields and k != "num_experts"}
     moe = MoEConfig(**{**extra, name: value})
-    layer = MoELayer.from_config(
-        moe, dim=D, num_experts=E, activation="swiglu", seed=0, dtype=torch.float64
-    )
+    layer = MoELayer.from_config(moe, dim=D, num_experts=E, activation="swiglu", seed=0, dtype=torch.float64)
     direct = MoELayer(**{**BASE, **extra, name: value})
     mine, theirs = observe(layer, {}, what), observe(direct, {}, what)
     if isinstance(mine, np.ndarray):

@@ -42,9 +42,7 @@ def assert_named(make, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "make", [gpt(dim=1 << 20, num_heads=4), layer(dim=1 << 24, hidden_dim=1 << 24)]
-)
+@pytest.mark.parametrize("make", [gpt(dim=1 << 20, num_heads=4), layer(dim=1 << 24, hidden_dim=1 << 24)])
 def test_the_meta_device_has_room_for_more_than_there_is(make):
     model = make("meta")
     assert sum(p.nbytes for p in model.parameters()) > 2**42
@@ -57,6 +55,4 @@ def test_other_errors_are_as_they_were():
 
     with pytest.raises(RuntimeError, match="of the user's own module"):
         em.MoELayer(**LAYER, experts=broken)
-    assert torch.equal(
-        em.MoELayer(**LAYER, seed=0).experts.w_in, em.MoELayer(**LAYER, seed=0).experts.w_in
-    )
+    assert torch.equal(em.MoELayer(**LAYER, seed=0).experts.w_in, em.MoELayer(**LAYER, seed=0).experts.w_in)

@@ -48,9 +48,7 @@ def test_a_profile_shows_the_phases():
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         layer(tokens(shape))
     events = {event.key: event.count for event in seen.key_averages()}
-    assert {name: events.get(f"expertmesh::moe::{name}") for name in PHASES} == dict.fromkeys(
-        PHASES, 1
-    )
+    assert {name: events.get(f"expertmesh::moe::{name}") for name in PHASES} == dict.fromkeys(PHASES, 1)
 
 
 def test_phases_leave_no_graph_break_and_need_no_recompilation():

@@ -114,9 +114,7 @@ def test_bounds_and_choices_of_a_layers_options_are_those_of_a_configuration():
                     "inf",
                 ):  # words are no numbers here; a factor may be infinite
                     continue
-                value = (
-                    float(text) if kinds(field.annotation) == {float} else ast.literal_eval(text)
-                )
+                value = float(text) if kinds(field.annotation) == {float} else ast.literal_eval(text)
             checked += 1
             try:
                 make(**{name: value})
@@ -224,9 +222,7 @@ def test_wrong_arguments(x, kwargs, message):
 def test_a_call_takes_no_more_choices_than_its_groups_hold():
     limited = {"num_expert_groups": 3, "num_limited_groups": 1}
     layer = make(**limited)
-    with pytest.raises(
-        ConfigError, match="top_k=3: must be at most .* num_limited_groups=1 groups, 2"
-    ):
+    with pytest.raises(ConfigError, match="top_k=3: must be at most .* num_limited_groups=1 groups, 2"):
         layer(X, top_k=3)
     layer(X, routing=Routing(torch.tensor([[0, 2, 4]] * 6)))  # another router's choices
 
@@ -265,7 +261,5 @@ def test_wrong_answers_of_experts(answer, found):
 def test_route_degree_needs_a_spread_layer():
     layer, x = make(), torch.zeros(3, D, dtype=torch.float64)
     layer(x, route_degree=1)
-    with pytest.raises(
-        ConfigError, match="route_degree=2: this layer is on one process; leave it out"
-    ):
+    with pytest.raises(ConfigError, match="route_degree=2: this layer is on one process; leave it out"):
         layer(x, route_degree=2)

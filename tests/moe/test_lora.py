@@ -68,9 +68,7 @@ def plainly(layer):
     experts = layer.experts
     found, experts.adapters = lora.adapters(layer), None
     for name, one in found.items():
-        torch.nn.utils.parametrize.register_parametrization(
-            experts, name.rpartition(".")[2], Summed(one)
-        )
+        torch.nn.utils.parametrize.register_parametrization(experts, name.rpartition(".")[2], Summed(one))
     return layer
 
 
@@ -197,9 +195,7 @@ def test_nothing_as_large_as_all_experts_is_kept():
     weights = list(layer.parameters())
     own = saved_bytes(lambda: layer(torch.randn(4, 32))[0], parameters=weights)
     summed = plainly(layer)
-    theirs = saved_bytes(
-        lambda: summed(torch.randn(4, 32))[0], parameters=list(summed.parameters())
-    )
+    theirs = saved_bytes(lambda: summed(torch.randn(4, 32))[0], parameters=list(summed.parameters()))
     assert own < size / 4 < size < theirs
 
 
@@ -220,9 +216,7 @@ def test_what_cannot_work_is_refused_in_one_line():
     ):
         with pytest.raises(ConfigError, match=words):
             lora.add(layer, **options)
-    with pytest.raises(
-        ConfigError, match="experts matches nothing that takes an adapter; there are none"
-    ):
+    with pytest.raises(ConfigError, match="experts matches nothing that takes an adapter; there are none"):
         lora.add(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="has no adapters"):
         lora.merge(layer)
@@ -238,9 +232,7 @@ def test_what_cannot_work_is_refused_in_one_line():
 
 def test_weights_are_not_copied_or_cut_without_their_adapters():
     dense = em.GPT(
-        ModelConfig(
-            dim=24, num_heads=2, num_layers=1, tie_embeddings=False, moe={"num_experts": ()}
-        ),
+        ModelConfig(dim=24, num_heads=2, num_layers=1, tie_embeddings=False, moe={"num_experts": ()}),
         seed=0,
     )
     lora.add(dense, rank=2, targets=("dense", "head"))

@@ -1,4 +1,5 @@
-"""Balance losses and the z-loss where their values are known; in general they are compared with the oracle (test_exactness.py)."""
+"""Balance losses and the z-loss where their values are known; in general they are compared with the oracle
+(test_exactness.py)."""
 
 import pytest
 import torch

@@ -114,9 +114,7 @@ def test_hand_written_gradients_equal_finite_differences(name):
                 return dataclasses.replace(inputs, x_TD=new)
             return dataclasses.replace(inputs, params={**inputs.params, key: new})
 
-        difference = (
-            objective(moved(1), options, dy_TD) - objective(moved(-1), options, dy_TD)
-        ) / (2 * step)
+        difference = (objective(moved(1), options, dy_TD) - objective(moved(-1), options, dy_TD)) / (2 * step)
         numerics.assert_close_to_difference(
             float((grad * direction).sum()),
             difference,
@@ -224,9 +222,7 @@ def test_the_two_times_rule_notices_nan_shape_and_dtype():
 def test_uniform_routing_has_a_balance_loss_of_one():
     """Zero logits make every probability 1/E; any choice gives 1.0 times the weight."""
     inputs, options = make_case("plain", mask=False)
-    inputs = dataclasses.replace(
-        inputs, params={**inputs.params, "router.proj.weight": np.zeros((E, D))}
-    )
+    inputs = dataclasses.replace(inputs, params={**inputs.params, "router.proj.weight": np.zeros((E, D))})
     out = oracle_forward(inputs, options)
     numerics.assert_close_fp64(out.aux_loss, options.aux_loss_weight, what="uniform")
 

@@ -15,9 +15,7 @@ D, F, E, B, S = 24, 40, 8, 3, 13
 
 def mixtral_block(top_k):
     """A Mixtral block, plain implementation, random weights."""
-    config = mixtral.MixtralConfig(
-        hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=top_k
-    )
+    config = mixtral.MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=top_k)
     config._experts_implementation = "eager"
     return mixtral.MixtralSparseMoeBlock(config)
 
@@ -48,9 +46,7 @@ def draw(block, dtype):
     block = block.to(dtype)
     with torch.no_grad():
         for parameter in block.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-            )
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
     return block
 
 
@@ -121,9 +117,7 @@ def test_fp64_parity(monkeypatch, name, top_k, training):
     # Normalised weights of one choice are 1: the router's gradient is zero up to the size of what cancels.
     scale = numerics.magnitude(theirs["w_out"])
     for key, value in theirs.items():
-        numerics.assert_close_fp64(
-            ours[key], value, what=key, scale=max(scale, numerics.magnitude(value))
-        )
+        numerics.assert_close_fp64(ours[key], value, what=key, scale=max(scale, numerics.magnitude(value)))
     with monkeypatch.context() as patch:
         in_full_fp64(patch)
         ids = block.gate(x.view(-1, D))[2]
@@ -145,6 +139,4 @@ def test_fp32_is_as_exact_as_the_block(monkeypatch, name, top_k):
     theirs = run_block(block, x, dy)
     ours, _ = run_layer(layer, x, dy)
     for key, value in theirs.items():
-        numerics.assert_two_times(
-            ours[key], value, oracle[key], what=key, scale=numerics.magnitude(oracle["w_out"])
-        )
+        numerics.assert_two_times(ours[key], value, oracle[key], what=key, scale=numerics.magnitude(oracle["w_out"]))

@@ -1,4 +1,5 @@
-"""Quantised experts as a frozen base: gradients are those of the widened weights, and adapters on them learn and merge."""
+"""Quantised experts as a frozen base: gradients are those of the widened weights, and adapters on them learn and
+merge."""
 
 import copy
 import logging
@@ -60,18 +61,14 @@ def run(module, dtype, num_tokens=9):
     return {"y": y_TD.detach(), "x": x_TD.grad, "s": s_TK.grad}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"recompute_h": True}, {"activation": "relu2", "bias": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"recompute_h": True}, {"activation": "relu2", "bias": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_tokens_have_the_bits_of_the_widened_weights(form, dtype, options):
     made = experts_of(form, dtype, **options)
     assert not list(made.parameters())
     found, expected = run(made, dtype), run(widened(made), dtype)
-    assert {name: torch.equal(found[name], expected[name]) for name in found} == dict.fromkeys(
-        found, True
-    )
+    assert {name: torch.equal(found[name], expected[name]) for name in found} == dict.fromkeys(found, True)
 
 
 def layer_of(form, **options):
@@ -134,9 +131,7 @@ def test_adapters_learn_and_are_merged_with_a_said_error(form, caplog):
     losses = learned(layer, x_TD, wanted_TD)
     assert losses[-1] < 0.8 * losses[0]
     assert all(torch.equal(b, before[n]) for n, b in layer.experts.named_buffers())
-    keys = set(layer.experts.state_dict()) - {
-        n for n in layer.experts.state_dict() if "adapters" in n
-    }
+    keys = set(layer.experts.state_dict()) - {n for n in layer.experts.state_dict() if "adapters" in n}
     summed = widened(layer.experts)
     summed.requires_grad_(False)
     for name, adapter in lora.adapters(layer).items():
@@ -161,9 +156,7 @@ def test_no_widened_weight_waits_for_the_backward():
     dense = layer_of("dense")
     lora.add(dense, rank=2, seed=1)
     wide = sum(p.nbytes for n, p in dense.experts.named_parameters() if "adapters" not in n)
-    assert (
-        saved_bytes(lambda: layer(x_TD)[0]) < wide / 4 < wide < saved_bytes(lambda: dense(x_TD)[0])
-    )
+    assert saved_bytes(lambda: layer(x_TD)[0]) < wide / 4 < wide < saved_bytes(lambda: dense(x_TD)[0])
 
 
 def invariant(layer, x_TD):
@@ -182,9 +175,7 @@ USES = {
 
 
 # formats whose rounding tries many scales keep the profiler of a merge busy for seconds
-CASES = [
-    (form, use) for form in FORMS for use in USES if use != "merging" or form in ("nf4", "mxfp4")
-]
+CASES = [(form, use) for form in FORMS for use in USES if use != "merging" or form in ("nf4", "mxfp4")]
 
 
 @pytest.mark.parametrize(("form", "use"), CASES)

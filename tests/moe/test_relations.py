@@ -1,4 +1,5 @@
-"""Replay: a call that is given the choices of another one gives the same; all else is compared with the oracle (test_exactness.py)."""
+"""Replay: a call that is given the choices of another one gives the same; all else is compared with the oracle
+(test_exactness.py)."""
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ CAPACITIES = {
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_replay_equals_the_original(name, noise, capacity):
-    """Ids alone give the same output and gradients (the load loss apart, which needs the noise); weights the same output."""
+    """Ids alone give the same output and gradients (the load loss apart, which needs the noise); weights the same
+    output."""
     if name == "hash":
         noise = "clean"
     options = {**NOISES[noise], **CAPACITIES[capacity]}

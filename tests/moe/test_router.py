@@ -79,13 +79,9 @@ def test_hash_routes_by_id_alone_to_distinct_experts():
     layer, x = make(router="hash", top_k=3), tokens()
     ids = torch.randint(0, 1000, (T,))
     first = layer(x, token_ids=ids)[1]
-    assert torch.equal(
-        layer(tokens(), token_ids=ids)[1].topk_expert_ids_TK, first.topk_expert_ids_TK
-    )
+    assert torch.equal(layer(tokens(), token_ids=ids)[1].topk_expert_ids_TK, first.topk_expert_ids_TK)
     assert all(len(set(row)) == 3 for row in first.topk_expert_ids_TK.tolist())
-    assert_close_fp64(
-        first.topk_weights_TK, torch.full((T, 3), 1 / 3, dtype=torch.float64), what="w"
-    )
+    assert_close_fp64(first.topk_weights_TK, torch.full((T, 3), 1 / 3, dtype=torch.float64), what="w")
     assert first.aux_loss == 0 and first.z_loss == 0
     same, other = make(router="hash", top_k=3), make(router="hash", top_k=3, seed=1)
     assert torch.equal(same(x, token_ids=ids)[1].topk_expert_ids_TK, first.topk_expert_ids_TK)
@@ -169,9 +165,7 @@ def test_a_module_returning_a_router_output_is_used_as_it_is(compiled):
         ("logits", "it must return logits of shape"),
         (RouterOutput(torch.zeros(T, 2), torch.zeros(T, 2)), "the ids int64"),
         (
-            RouterOutput(
-                torch.zeros(T, 2, dtype=torch.int64), torch.zeros(T, 2), torch.zeros(T, 3)
-            ),
+            RouterOutput(torch.zeros(T, 2, dtype=torch.int64), torch.zeros(T, 2), torch.zeros(T, 3)),
             "scores of shape",
         ),
         (

@@ -58,13 +58,9 @@ def test_compiled_philox_gives_the_same_bits():
         assert torch.equal(compiled(key, index, 7, **kwargs), random_bits(key, index, 7, **kwargs))
 
 
-def bits(
-    seed=0, step=0, tokens=64, columns=6, layer_index=0, stream=STREAM_ROUTER_NOISE, index=None
-):
+def bits(seed=0, step=0, tokens=64, columns=6, layer_index=0, stream=STREAM_ROUTER_NOISE, index=None):
     index = torch.arange(tokens) if index is None else index
-    return random_bits(
-        torch.tensor([seed, step]), index, columns, layer_index=layer_index, stream=stream
-    )
+    return random_bits(torch.tensor([seed, step]), index, columns, layer_index=layer_index, stream=stream)
 
 
 @pytest.mark.parametrize(

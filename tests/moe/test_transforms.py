@@ -16,9 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 @pytest.fixture
 def layer(request):
-    return MoELayer(
-        dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0, dtype=torch.float64, **request.param
-    )
+    return MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0, dtype=torch.float64, **request.param)
 
 
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(6, 8).sin()
@@ -32,9 +30,7 @@ def dual(call):
 
 def dual_weights(layer):
     with forward_ad.dual_level():
-        duals = {
-            n: forward_ad.make_dual(p.detach(), p.detach()) for n, p in layer.named_parameters()
-        }
+        duals = {n: forward_ad.make_dual(p.detach(), p.detach()) for n, p in layer.named_parameters()}
         return torch.func.functional_call(layer, duals, (X,))
 
 
@@ -79,9 +75,7 @@ def operators():
         "permute": lambda x: functional.permute(x[:3], metadata),
         "unpermute": lambda x: functional.unpermute(x, metadata, 2),
         "combine": lambda x: functional.combine(x, metadata, 2),
-        "moe_mlp": lambda x: functional.moe_mlp(
-            x[:3], w_in, w_out, weights, metadata, activation="gelu"
-        ),
+        "moe_mlp": lambda x: functional.moe_mlp(x[:3], w_in, w_out, weights, metadata, activation="gelu"),
         "grouped_linear": lambda x: functional.grouped_linear(x, w_out.mT, metadata.offsets_E),
         "adapted_linear": lambda x: adapted_linear(
             x, w_out.mT, metadata.offsets_E, w_in[:, 0, :2], w_out[:, :4, :2], 1.0

@@ -138,9 +138,7 @@ def test_the_divergence_by_loops():
         what="estimates",
         scale=1.0,
     )
-    estimates_R, gradient = with_gradient(
-        lambda leaf: policy_gradient.kl_estimates(leaf, reference_R).sum(), new_R
-    )
+    estimates_R, gradient = with_gradient(lambda leaf: policy_gradient.kl_estimates(leaf, reference_R).sum(), new_R)
     assert estimates_R > 0 and gradient[0] == 0 and bool(gradient[1:].all())
 
 
@@ -149,9 +147,7 @@ def test_clipped_tokens_have_no_gradient(name):
     rl = RLConfig(**OPTIONS[name])
     rewards_BG, old_R, new_R, _ = given()
     drawn = drawn_of(old_R, rewards_BG, rl)
-    _, gradient = with_gradient(
-        lambda leaf: policy_gradient.policy_losses(leaf, drawn, rl).sum(), new_R
-    )
+    _, gradient = with_gradient(lambda leaf: policy_gradient.policy_losses(leaf, drawn, rl).sum(), new_R)
     clipped = policy_gradient.is_clipped(new_R, drawn, rl)
     assert bool(clipped.any()) == (rl.loss == "clip")
     assert not gradient[clipped].any()

@@ -29,15 +29,10 @@ def odds(mean):
 
 PLAIN = {
     "sigmoid": lambda c, r, b, e, g: (
-        -(1 - e) * math.log(sigmoid(b * (c.rho - r.rho)))
-        - e * math.log(sigmoid(-b * (c.rho - r.rho)))
+        -(1 - e) * math.log(sigmoid(b * (c.rho - r.rho))) - e * math.log(sigmoid(-b * (c.rho - r.rho)))
     ),
     "robust": lambda c, r, b, e, g: (
-        (
-            -(1 - e) * math.log(sigmoid(b * (c.rho - r.rho)))
-            + e * math.log(sigmoid(-b * (c.rho - r.rho)))
-        )
-        / (1 - 2 * e)
+        (-(1 - e) * math.log(sigmoid(b * (c.rho - r.rho))) + e * math.log(sigmoid(-b * (c.rho - r.rho)))) / (1 - 2 * e)
     ),
     "ipo": lambda c, r, b, e, g: (c.rho / c.n - r.rho / r.n - 1 / (2 * b)) ** 2,
     "hinge": lambda c, r, b, e, g: max(0.0, 1 - b * (c.rho - r.rho)),
@@ -103,11 +98,7 @@ def test_losses_read_what_their_options_say():
         "reference": (answers._replace(reference_B2=answers.reference_B2 * 0.5), plain),
     }
     for loss, function in LOSSES.items():
-        read = {
-            name
-            for name, given in others.items()
-            if not torch.equal(function(*given), function(answers, plain))
-        }
+        read = {name for name, given in others.items() if not torch.equal(function(*given), function(answers, plain))}
         assert read == set(LOSS_OPTIONS[loss].reads), loss
 
 

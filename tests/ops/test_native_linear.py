@@ -1,4 +1,5 @@
-"""Dense products by the kernels in C: with every instruction set, the same bits in every batch, and chosen where they are faster."""
+"""Dense products by the kernels in C: with every instruction set, the same bits in every batch, and chosen where they
+are faster."""
 
 import pytest
 import torch
@@ -35,9 +36,7 @@ def test_agrees_with_pytorch(dtype, bias, shape):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("columns", "products"), [(33, 47), (96, 256)])
-def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(
-    dtype, columns, products
-):
+def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(dtype, columns, products):
     x, w, b = make(dtype, 700, columns, products)
     whole = native_linear.linear(x, w, b)
     for at, size in enumerate((1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 64, 100, 256, 511)):

@@ -1,4 +1,5 @@
-"""Operations along rows by the kernels in C: with every instruction set, the same bits beside any rows, and ordinary gradients."""
+"""Operations along rows by the kernels in C: with every instruction set, the same bits beside any rows, and ordinary
+gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Attention over pages by every implementation: close to FP64, and the kernels' rows with the same bits in every batch."""
+"""Attention over pages by every implementation: close to FP64, and the kernels' rows with the same bits in every
+batch."""
 
 from dataclasses import replace
 
@@ -106,9 +107,7 @@ def assert_matrix(attend, size, rule, dtype):
     q, k, v, keys = drawn(sequences, heads, d, n, dtype=dtype)
     expected = by_products(q, k, v, keys, rule, torch.float64)
     plain = by_products(q, k, v, keys, rule, torch.float32).to(dtype)
-    assert_two_times(
-        attend(q, k, v, keys, rule), plain, expected, what=size, dtype=dtype, scale=1.0
-    )
+    assert_two_times(attend(q, k, v, keys, rule), plain, expected, what=size, dtype=dtype, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -129,9 +128,7 @@ def test_padded_batches_round_no_worse_than_plain_products(attend, rule, dtype):
         assert_matrix(attend, size, rule, dtype)
 
 
-INTERPRETED = [(torch.bfloat16, size) for size in SIZES] + [
-    (torch.float32, size) for size in ("heads of 24", "latent")
-]
+INTERPRETED = [(torch.bfloat16, size) for size in SIZES] + [(torch.float32, size) for size in ("heads of 24", "latent")]
 
 
 @pytest.mark.parametrize("rule", ["plain", "window of one", "cap", "all"])
@@ -175,9 +172,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(instructions, rule, dt
     b = max(range(64), key=lambda b: sequences[b][1])
     start, num = int(keys.starts[b]), sequences[b][1]
     for first, stop in ((0, 1), (1, 66), (66, num), (num - 1, num)):  # after a hit of a prefix
-        own = PagedKeys(
-            torch.tensor([0, stop - first]), torch.tensor([stop]), keys.table_BN[b : b + 1]
-        )
+        own = PagedKeys(torch.tensor([0, stop - first]), torch.tensor([stop]), keys.table_BN[b : b + 1])
         rows = slice(start + first, start + stop)
         assert torch.equal(native(q[rows], k, v, own, rule), whole[rows])
 

@@ -37,12 +37,8 @@ def test_invariants(routing, dtype):
     assert all(leaf.dtype == torch.int32 for leaf in tree_leaves(metadata))
     assert offsets == [int((ids_N < e).sum()) for e in range(num_experts + 1)]
     # row_of_slot is a permutation, slot_of_row its inverse
-    assert torch.equal(
-        metadata.row_of_slot_N.sort().values, torch.arange(num_slots, dtype=torch.int32)
-    )
-    assert torch.equal(
-        metadata.slot_of_row_N[metadata.row_of_slot_N], torch.arange(num_slots, dtype=torch.int32)
-    )
+    assert torch.equal(metadata.row_of_slot_N.sort().values, torch.arange(num_slots, dtype=torch.int32))
+    assert torch.equal(metadata.slot_of_row_N[metadata.row_of_slot_N], torch.arange(num_slots, dtype=torch.int32))
     assert torch.equal(metadata.token_of_row_N, metadata.slot_of_row_N // ids_TK.shape[1])
     # sorted by expert, stable within one, dead slots behind all
     by_row = ids_N[metadata.slot_of_row_N]

@@ -74,9 +74,7 @@ def test_drawing_follows_the_distribution():
     found = torch.bincount(chosen, minlength=VOCAB).double()
     live = expected > 0
     assert found[~live].sum() == 0 and int(live.sum()) == 5
-    assert (
-        float(((found - expected)[live] ** 2 / expected[live]).sum()) < 20
-    )  # four degrees of freedom
+    assert float(((found - expected)[live] ** 2 / expected[live]).sum()) < 20  # four degrees of freedom
 
 
 def test_greedy_takes_the_first_of_the_most_likely():

@@ -23,9 +23,7 @@ def run(logits, backend, function, d_weights, d_scores, **options):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "options", [{}, GROUPED, GROUPED | {"group_score": "max"}], ids=["all", "grouped", "by_max"]
-)
+@pytest.mark.parametrize("options", [{}, GROUPED, GROUPED | {"group_score": "max"}], ids=["all", "grouped", "by_max"])
 def test_triton_equals_torch(function, options):
     logits = torch.randn(9, 16, device=DEVICE)
     noise, bias = torch.randn_like(logits), torch.randn(16, device=DEVICE)
@@ -54,9 +52,7 @@ def test_gradcheck_of_the_torch_backend(function):
 
 def test_second_derivative_of_triton_is_an_error():
     logits = torch.randn(4, 8, device=DEVICE, requires_grad=True)
-    _, weights, _ = choose_experts(
-        logits, 2, score_function="softmax", normalize=False, backend="triton"
-    )
+    _, weights, _ = choose_experts(logits, 2, score_function="softmax", normalize=False, backend="triton")
     (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         grad.sum().backward()
@@ -64,9 +60,7 @@ def test_second_derivative_of_triton_is_an_error():
 
 def test_compile_without_breaks_or_recompiles():
     def weights_of(x):
-        ids, weights, scores = choose_experts(
-            x, 2, score_function="sigmoid", normalize=True, backend="triton"
-        )
+        ids, weights, scores = choose_experts(x, 2, score_function="sigmoid", normalize=True, backend="triton")
         return (weights * ids).sum() + scores.square().sum()
 
     compiled = torch.compile(weights_of, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -138,9 +138,7 @@ def loop_load(logits_TE: Tensor, noise_TE: Tensor, options: OracleOptions) -> Te
     return torch.stack(columns, dim=1)
 
 
-def loop_losses(
-    logits_TE: Tensor, inputs: LoopInputs, options: OracleOptions
-) -> tuple[Tensor, Tensor]:
+def loop_losses(logits_TE: Tensor, inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Tensor]:
     """Weighted balance loss and z-loss."""
     zero = logits_TE.sum() * 0.0
     valid = inputs.mask_T.nonzero().flatten().tolist()
@@ -165,10 +163,7 @@ def loop_losses(
         importance = p_TE[rows].sum(0)
         load = counts if load_TE is None else load_TE[rows].sum(0)
         if options.balance_loss in ("switch", "gshard"):
-            loss = (
-                options.num_experts
-                * (counts / counts.sum().clamp(min=1.0) * importance / len(rows)).sum()
-            )
+            loss = options.num_experts * (counts / counts.sum().clamp(min=1.0) * importance / len(rows)).sum()
         else:
             squared = [v.var(correction=0) / v.mean() ** 2 for v in (importance, load) if v.any()]
             loss = 0.5 * torch.stack([zero, *squared]).sum()

@@ -98,9 +98,7 @@ class Sums:
     dtype: torch.dtype = torch.float32
 
 
-def sums_of_product(
-    a: Array, b: Array, *, plus: Array = 0.0, dtype: torch.dtype | None = None
-) -> Sums:
+def sums_of_product(a: Array, b: Array, *, plus: Array = 0.0, dtype: torch.dtype | None = None) -> Sums:
     """The sums of the matrix product `a @ b + plus`.
 
     Args:
@@ -201,15 +199,9 @@ def assert_two_times(
     Raises:
         AssertionError: too far off, not finite where the oracle is, or of another shape or dtype than the reference.
     """
-    first = (
-        same_precision_reference
-        if isinstance(same_precision_reference, Tensor)
-        else same_precision_reference[0]
-    )
+    first = same_precision_reference if isinstance(same_precision_reference, Tensor) else same_precision_reference[0]
     assert ours.dtype == first.dtype, f"{what}: dtype {ours.dtype}, the reference has {first.dtype}"
-    bound = two_times_bound(
-        same_precision_reference, oracle, dtype=dtype, scale=scale, sums=sums, rounding=rounding
-    )
+    bound = two_times_bound(same_precision_reference, oracle, dtype=dtype, scale=scale, sums=sums, rounding=rounding)
     found, largest = errors(ours, oracle), magnitude(oracle)
     allowed = np.broadcast_to(bound, found.shape)
     if (found <= allowed).all():
@@ -217,7 +209,8 @@ def assert_two_times(
     worst = np.unravel_index(np.argmax(found - allowed), found.shape)
     raise AssertionError(
         f"{what}: error {found[worst] / largest:.3e} of the largest value, allowed {allowed[worst] / largest:.3e} "
-        f"(twice plain PyTorch's in {ours.dtype}{'' if sums is None and rounding is None else ' or the bound of its rounding'})"
+        "(twice plain PyTorch's in "
+        f"{ours.dtype}{'' if sums is None and rounding is None else ' or the bound of its rounding'})"
     )
 
 
@@ -231,8 +224,8 @@ def assert_two_times_rms(
 ) -> None:
     """Assert rms(ours - oracle) <= 2 * rms(plain PyTorch in the same precision - oracle) + eps / 2 over draws.
 
-    Of many numbers, which one is farthest off is a matter of luck; their root mean square is not. Every tensor is divided by the root
-    mean square of its oracle first, so that draws count alike.
+    Of many numbers, which one is farthest off is a matter of luck; their root mean square is not. Every tensor is
+    divided by the root mean square of its oracle first, so that draws count alike.
 
     Args:
         ours: the tensor under test, of each draw, and of each layer where they are pooled.
@@ -244,12 +237,11 @@ def assert_two_times_rms(
     Raises:
         AssertionError: too far off, not finite where the oracle is, or shapes differ.
     """
-    found, reference = (
-        _relative_rms(values, oracle) for values in (ours, same_precision_reference)
-    )
+    found, reference = (_relative_rms(values, oracle) for values in (ours, same_precision_reference))
     allowed = TWO * reference + torch.finfo(dtype).eps / 2
     assert found <= allowed, (
-        f"{what}: root mean square error {found:.3e} of the values', allowed {allowed:.3e} (twice plain PyTorch's in {dtype})"
+        f"{what}: root mean square error {found:.3e} of the values', allowed {allowed:.3e} (twice plain PyTorch's in "
+        f"{dtype})"
     )
 
 
@@ -274,13 +266,9 @@ def assert_close_fp64(ours: Array, oracle: Array, *, what: str, scale: float | N
     Raises:
         AssertionError: too far off, another shape, or `ours` is a tensor that is not FP64.
     """
-    assert not isinstance(ours, Tensor) or ours.dtype == torch.float64, (
-        f"{what}: dtype is {ours.dtype}, not float64"
-    )
+    assert not isinstance(ours, Tensor) or ours.dtype == torch.float64, f"{what}: dtype is {ours.dtype}, not float64"
     error = max_error(ours, oracle) / (scale or magnitude(oracle))
-    assert error <= FP64_RELATIVE, (
-        f"{what}: relative error {error:.3e}, allowed {FP64_RELATIVE:.0e}"
-    )
+    assert error <= FP64_RELATIVE, f"{what}: relative error {error:.3e}, allowed {FP64_RELATIVE:.0e}"
 
 
 def assert_weights(ours: Tensor, oracle: Array, *, what: str) -> None:
@@ -290,14 +278,10 @@ def assert_weights(ours: Tensor, oracle: Array, *, what: str) -> None:
     assert error <= allowed, f"{what}: relative error {error:.3e}, allowed {allowed:.1e}"
 
 
-def assert_close_to_difference(
-    derivative: float, difference: float, *, what: str, scale: float
-) -> None:
+def assert_close_to_difference(derivative: float, difference: float, *, what: str, scale: float) -> None:
     """Assert that a directional derivative equals a central difference, relative to `scale` (the gradient's size)."""
     error = abs(derivative - difference) / max(scale, SMALLEST_SCALE)
-    assert error <= FINITE_DIFFERENCE_RELATIVE, (
-        f"{what}: {derivative!r} by hand, {difference!r} by differences"
-    )
+    assert error <= FINITE_DIFFERENCE_RELATIVE, f"{what}: {derivative!r} by hand, {difference!r} by differences"
 
 
 def assert_differs(a: Array, b: Array, *, what: str) -> None:

@@ -89,9 +89,7 @@ def oracle_backward(
                 dx_TD[t] += expert.backward(x_D, final_TK[t, k] * dmoe_TD[t], into)
     dfinal_TK *= inputs.output_factor_TK
     draw_TK = weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
-    dprobabilities_TE, dload_TE = balance_loss_backward(
-        routed, mask_T, options, options.aux_loss_weight
-    )
+    dprobabilities_TE, dload_TE = balance_loss_backward(routed, mask_T, options, options.aux_loss_weight)
     dlogits_TE = scores_backward(routed, draw_TK, dprobabilities_TE, options)
     dlogits_TE += load_backward(inputs, routed, dload_TE, options)
     dlogits_TE += z_loss_backward(routed, mask_T, options, options.z_loss_weight)
@@ -134,9 +132,7 @@ def _weights(raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: Oracl
     return weights_TK * options.weight_scale
 
 
-def _given_weights(
-    raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions
-) -> Array:
+def _given_weights(raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions) -> Array:
     """Replayed weights as they are; with "kept" the surviving ones get the sum that all live ones had."""
     given_TK = np.asarray(inputs.weights_TK, dtype=np.float64) * _mask(inputs)[:, None]
     if options.normalize_weights != "kept":
@@ -215,9 +211,7 @@ def _assign(
     return kept_TK
 
 
-def _priority(
-    routed: Routed, ids_TK: Array, weights_TK: Array, t: int, options: OracleOptions
-) -> float:
+def _priority(routed: Routed, ids_TK: Array, weights_TK: Array, t: int, options: OracleOptions) -> float:
     """A token's largest probability; the largest of its routing weights where the router has no probabilities."""
     if options.router != "hash":
         return float(routed.probabilities_TE[t].max())
@@ -242,9 +236,7 @@ def _limit(num_valid: int, options: OracleOptions) -> int | None:
     return min(limits) if limits else None
 
 
-def _beside_forward(
-    inputs: OracleInputs, options: OracleOptions, moe_TD: Array, mask_T: Array
-) -> Array:
+def _beside_forward(inputs: OracleInputs, options: OracleOptions, moe_TD: Array, mask_T: Array) -> Array:
     """Residual mixture and shared experts: y = a moe + b mlp + shared, (a, b) = softmax(W x + b)."""
     params = dict(inputs.params)
     y_TD = moe_TD.copy()

@@ -42,9 +42,7 @@ def balance_loss(routed: Routed, mask_T: Array, options: OracleOptions) -> float
         counts_E = _choice_counts(_balanced_choices(routed, options), valid, options.num_experts)
         if options.balance_loss in ("switch", "gshard"):
             rows = max(counts_E.sum(), 1.0)
-            total += (
-                share * options.num_experts * float(counts_E / rows @ importance_E) / len(valid)
-            )
+            total += share * options.num_experts * float(counts_E / rows @ importance_E) / len(valid)
         else:
             load_E = counts_E if routed.load_TE is None else routed.load_TE[valid].sum(0)
             total += share * 0.5 * (_cv_squared(importance_E) + _cv_squared(load_E))
@@ -64,28 +62,20 @@ def _cv_squared_backward(v_E: Array) -> Array:
     return 2.0 * (v_E - mean) / (n * mean**2) - 2.0 * variance / (n * mean**3)
 
 
-def balance_loss_backward(
-    routed: Routed, mask_T: Array, options: OracleOptions, dloss: float
-) -> tuple[Array, Array]:
+def balance_loss_backward(routed: Routed, mask_T: Array, options: OracleOptions, dloss: float) -> tuple[Array, Array]:
     """Gradients of the probabilities (T, E) and of the load probabilities (T, E); the choice itself has none."""
     dp_TE, dload_TE = np.zeros_like(routed.probabilities_TE), np.zeros_like(routed.probabilities_TE)
     if options.balance_loss == "none" or options.router == "hash":
         return dp_TE, dload_TE
     for valid, share in loss_groups(mask_T, options):
         if options.balance_loss in ("switch", "gshard"):
-            counts_E = _choice_counts(
-                _balanced_choices(routed, options), valid, options.num_experts
-            )
+            counts_E = _choice_counts(_balanced_choices(routed, options), valid, options.num_experts)
             rows = max(counts_E.sum(), 1.0)
             dp_TE[valid] = dloss * share * options.num_experts * counts_E / rows / len(valid)
         else:
-            dp_TE[valid] = (
-                dloss * share * 0.5 * _cv_squared_backward(routed.probabilities_TE[valid].sum(0))
-            )
+            dp_TE[valid] = dloss * share * 0.5 * _cv_squared_backward(routed.probabilities_TE[valid].sum(0))
             if routed.load_TE is not None:
-                dload_TE[valid] = (
-                    dloss * share * 0.5 * _cv_squared_backward(routed.load_TE[valid].sum(0))
-                )
+                dload_TE[valid] = dloss * share * 0.5 * _cv_squared_backward(routed.load_TE[valid].sum(0))
     return dp_TE, dload_TE
 
 

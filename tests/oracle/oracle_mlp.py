@@ -124,9 +124,7 @@ class MLP:
         return h_GF if self.b_in is None else h_GF + self.b_in
 
 
-def mlp_of(
-    params: dict[str, Array], prefix: str, activation: str, expert: int | None = None
-) -> MLP:
+def mlp_of(params: dict[str, Array], prefix: str, activation: str, expert: int | None = None) -> MLP:
     """The MLP whose tensors are named `prefix`w_in and so on; `expert` picks one of stacked experts (views)."""
 
     def part(name: str) -> Array | None:

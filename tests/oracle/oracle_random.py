@@ -33,9 +33,7 @@ def token_words(
                 step & 0xFFFFFFFF,
                 ((layer_index & 0xFFFFFF) << 8) | stream,
             )
-            words[t, 4 * block : 4 * block + 4] = philox(
-                counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-            )
+            words[t, 4 * block : 4 * block + 4] = philox(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
     return words[:, :num_columns]
 
 

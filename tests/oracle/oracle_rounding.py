@@ -112,9 +112,7 @@ def rounding_of_results(
     return call.grads
 
 
-def loss_scales(
-    inputs: OracleInputs, options: OracleOptions, output: OracleOutput
-) -> dict[str, float]:
+def loss_scales(inputs: OracleInputs, options: OracleOptions, output: OracleOutput) -> dict[str, float]:
     """Sizes of what cancels in "aux_loss" and "z_loss".
 
     An error of a logit is one of the products in it; losses multiply it by their slope.
@@ -145,8 +143,7 @@ class _Rows:
         self.slopes, self.a = [act_slope], act.to(call.low)
         if mlp.activation in GATED_BY:
             up, up_slope = (
-                h[1].function(lambda z, i=i: second_branch(z, mlp.activation)[i], size=1.0)
-                for i in range(2)
+                h[1].function(lambda z, i=i: second_branch(z, mlp.activation)[i], size=1.0) for i in range(2)
             )
             plain = mlp.activation != "clamped_swiglu"
             up = h[1] if plain else up
@@ -182,9 +179,7 @@ def _stack(numbers: list[Rounded], axis: int = 0) -> Rounded:
     return Rounded(np.stack(values, axis), np.stack(errors, axis), numbers[0].unit)
 
 
-def _experts(
-    call: _Call, x_TD: Array, final_TK: Rounded, dmoe_TD: Rounded
-) -> tuple[Rounded, Rounded]:
+def _experts(call: _Call, x_TD: Array, final_TK: Rounded, dmoe_TD: Rounded) -> tuple[Rounded, Rounded]:
     """Sum of the experts' outputs (T, D), and the gradients of the routing weights (T, K)."""
     T, K = final_TK.value.shape
     parts, dx, dfinal = (
@@ -194,9 +189,7 @@ def _experts(
     grads: list[dict[str, Rounded]] = []
     for e in range(call.options.num_experts):
         t, k = np.nonzero((call.output.topk_expert_ids_TK == e) & call.output.kept_TK)
-        rows = _Rows(
-            call, mlp_of(dict(call.inputs.params), "experts.", call.options.activation, e), x_TD[t]
-        )
+        rows = _Rows(call, mlp_of(dict(call.inputs.params), "experts.", call.options.activation, e), x_TD[t])
         weight_N1, dmoe_ND = final_TK[t, k][:, None], dmoe_TD[t]
         found, dx_ND = rows.backward((weight_N1 * dmoe_ND).to(call.low))
         grads.append(found)
@@ -218,12 +211,8 @@ def _weight_gradient(rows: _Rows, dmoe_ND: Rounded) -> Rounded:
     by_output = rows.out.product("nd,nd->n", dmoe_ND, dmoe_ND.value.shape[1])
     by_activation = rows.da(dmoe_ND).product("nf,nf->n", rows.a, rows.a.value.shape[1])
     if rows.mlp.b_out is not None:
-        by_activation = by_activation + dmoe_ND.product(
-            "nd,d->n", rows.mlp.b_out, len(rows.mlp.b_out)
-        )
-    return Rounded(
-        by_output.value, np.maximum(by_output.error, by_activation.error), by_output.unit
-    )
+        by_activation = by_activation + dmoe_ND.product("nd,d->n", rows.mlp.b_out, len(rows.mlp.b_out))
+    return Rounded(by_output.value, np.maximum(by_output.error, by_activation.error), by_output.unit)
 
 
 class _Beside:
@@ -235,9 +224,7 @@ class _Beside:
         self.residual = self.shared = self.gate = None
         if "residual_mlp.w_in" in params:
             self.residual = _Rows(call, mlp_of(params, "residual_mlp.", activation), x_TD)
-            self.ab_T2 = softmax_of(
-                self._linear("residual_coefficient.weight", "residual_coefficient.bias")
-            )
+            self.ab_T2 = softmax_of(self._linear("residual_coefficient.weight", "residual_coefficient.bias"))
         if "shared_experts.w_in" in params:
             self.shared = _Rows(call, mlp_of(params, "shared_experts.", activation), x_TD)
             if "shared_gate.weight" in params:
@@ -286,9 +273,7 @@ class _Beside:
             self._dense("residual_mlp.", self.residual, (self.ab_T2[:, 1:].to(low) * dy).to(low))
             parts = [part.product("td,td->t", dy, D, to=low) for part in (moe, self.residual.out)]
             dlogits = softmax_backward_of(self.ab_T2, _stack(parts, 1))
-            self._linear_backward(
-                dlogits, "residual_coefficient.weight", "residual_coefficient.bias"
-            )
+            self._linear_backward(dlogits, "residual_coefficient.weight", "residual_coefficient.bias")
         if self.shared is not None:
             self._dense("shared_experts.", self.shared, (self._share() * dy).to(low))
             if self.gate is not None:
@@ -320,9 +305,7 @@ def _per_norm(v_NC: Rounded) -> Rounded:
     """(N, 1) one over the length."""
     norm_N1 = np.maximum(np.sqrt((v_NC.value**2).sum(1, keepdims=True)), COSINE_EPS)
     moved_N1 = (np.abs(v_NC.value) * v_NC.error).sum(1, keepdims=True) / norm_N1
-    return Rounded(1.0 / norm_N1, moved_N1 / norm_N1**2, v_NC.unit).to(
-        FUNCTION_ROUNDINGS * v_NC.unit
-    )
+    return Rounded(1.0 / norm_N1, moved_N1 / norm_N1**2, v_NC.unit).to(FUNCTION_ROUNDINGS * v_NC.unit)
 
 
 def _router_input(call: _Call) -> Rounded:
@@ -386,9 +369,7 @@ def _dlogits(call: _Call, logits: Rounded, final: Rounded, dfinal: Rounded) -> R
     return Rounded(value, error + doubt_T1 * size_TE, call.wide)
 
 
-def _loss_errors(
-    call: _Call, logits: Rounded, dp_TE: Array, dload_TE: Array, doubt_T1: Array
-) -> Array:
+def _loss_errors(call: _Call, logits: Rounded, dp_TE: Array, dload_TE: Array, doubt_T1: Array) -> Array:
     """(T, E), of the logits' gradients from the losses; dp, dload: absolute values of those of what the losses read."""
     routed, options, mask_T = call.routed, call.options, call.output.tape["mask_T"]
     p_TE, errors_TE = routed.probabilities_TE, np.zeros_like(dp_TE)
@@ -418,9 +399,7 @@ def _loss_errors(
     return errors_TE
 
 
-def _router_backward(
-    call: _Call, logits: Rounded, cosine: _Cosine | None, dlogits: Rounded
-) -> None:
+def _router_backward(call: _Call, logits: Rounded, cosine: _Cosine | None, dlogits: Rounded) -> None:
     """Gradients of the router's parameters and of x."""
     x, options = _router_input(call), call.options
     T, E = logits.value.shape
@@ -439,9 +418,7 @@ def _router_backward(
         )
         embeddings = call.param("router.expert_embeddings")
         dexperts = dcosine.product("te,tc->ec", cosine.units, T)
-        call.grads["router.expert_embeddings"] = _unit_backward(
-            embeddings, cosine.experts, dexperts
-        )
+        call.grads["router.expert_embeddings"] = _unit_backward(embeddings, cosine.experts, dexperts)
         dunits = dcosine.product("te,ec->tc", cosine.experts, E)
         dout = _unit_backward(cosine.z, cosine.units, dunits)
     weight = call.param("router.proj.weight")

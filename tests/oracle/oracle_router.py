@@ -86,9 +86,7 @@ def route(inputs: OracleInputs, options: OracleOptions) -> Routed:
     x_TD, logits_TE = compute_logits(inputs, options)
     fn = options.score_function
     scores_TE = np.array([score(row, fn) for row in logits_TE]).reshape(logits_TE.shape)
-    probabilities_TE = np.array([probabilities(row, fn) for row in scores_TE]).reshape(
-        scores_TE.shape
-    )
+    probabilities_TE = np.array([probabilities(row, fn) for row in scores_TE]).reshape(scores_TE.shape)
     gaps: list[float] = []
     if inputs.expert_ids_TK is not None:
         ids_TK = np.asarray(inputs.expert_ids_TK, dtype=np.int64)
@@ -134,9 +132,7 @@ def has_load(inputs: OracleInputs, options: OracleOptions) -> bool:
     )
 
 
-def probability_of_choice(
-    logits_E: Array, noisy_E: Array, options: OracleOptions
-) -> tuple[Array, Array, list[int]]:
+def probability_of_choice(logits_E: Array, noisy_E: Array, options: OracleOptions) -> tuple[Array, Array, list[int]]:
     """P(e is chosen if only its noise is drawn anew) (Shazeer et al. 2017, eq. 8-9), its slope, the rivals.
 
     Phi((logit_e - K-th best noisy logit of the others) / std); the rival of e is that other expert.
@@ -158,9 +154,7 @@ def probability_of_choice(
     return probability_E, slope_E, rivals
 
 
-def load_backward(
-    inputs: OracleInputs, routed: Routed, dload_TE: Array, options: OracleOptions
-) -> Array:
+def load_backward(inputs: OracleInputs, routed: Routed, dload_TE: Array, options: OracleOptions) -> Array:
     """Gradient of the clean logits from that of the load."""
     dlogits_TE = np.zeros_like(routed.logits_TE)
     if routed.load_TE is None or inputs.noise_TE is None:
@@ -173,9 +167,7 @@ def load_backward(
     return dlogits_TE
 
 
-def _choose(
-    noisy_E: Array, bias_E: Array | None, options: OracleOptions, gaps: list[float]
-) -> list[int]:
+def _choose(noisy_E: Array, bias_E: Array | None, options: OracleOptions, gaps: list[float]) -> list[int]:
     """The K experts of one token, best first."""
     is_late = options.score_function == "softmax_after_topk"
     criterion = noisy_E if is_late else score(noisy_E, options.score_function)
@@ -186,9 +178,7 @@ def _choose(
         size = options.num_experts // options.num_expert_groups
         strength = np.array(
             [
-                np.sort(criterion[g * size : (g + 1) * size])[::-1][
-                    : GROUP_SCORE_TOP[options.group_score]
-                ].sum()
+                np.sort(criterion[g * size : (g + 1) * size])[::-1][: GROUP_SCORE_TOP[options.group_score]].sum()
                 for g in range(options.num_expert_groups)
             ]
         )
@@ -212,15 +202,11 @@ def _gap(values: Array, chosen: list[int]) -> list[float]:
     return [a - b for a, b in zip(ranked, ranked[1:], strict=False)]
 
 
-def _experts_choose(
-    logits_TE: Array, inputs: OracleInputs, options: OracleOptions, gaps: list[float]
-) -> Array:
+def _experts_choose(logits_TE: Array, inputs: OracleInputs, options: OracleOptions, gaps: list[float]) -> Array:
     """Expert choice: every expert takes its best tokens of each group; slot e of a token is e or "none" (E)."""
     num_tokens, num_experts = logits_TE.shape
     noisy_TE = logits_TE if inputs.noise_TE is None else logits_TE + inputs.noise_TE
-    scores_TE = np.array([score(row, options.score_function) for row in noisy_TE]).reshape(
-        noisy_TE.shape
-    )
+    scores_TE = np.array([score(row, options.score_function) for row in noisy_TE]).reshape(noisy_TE.shape)
     factors = (options.capacity_factor or 1.0, options.max_capacity_factor or np.inf)
     options = replace(options, min_capacity=1, capacity_factor=min(factors))
     ids_TE = np.full((num_tokens, num_experts), num_experts, dtype=np.int64)
@@ -266,9 +252,7 @@ def _scores_at(logits_E: Array, scores_E: Array, ids_K: Array, options: OracleOp
     return raw_K
 
 
-def scores_backward(
-    routed: Routed, draw_TK: Array, dprobabilities_TE: Array, options: OracleOptions
-) -> Array:
+def scores_backward(routed: Routed, draw_TK: Array, dprobabilities_TE: Array, options: OracleOptions) -> Array:
     """Gradient of the clean logits from those of the chosen scores and of the probabilities."""
     dlogits_TE = np.zeros_like(routed.logits_TE)
     if options.router == "hash":
@@ -326,9 +310,7 @@ def _unit_backward(v: Array, dunit: Array) -> Array:
     return (dunit - unit * float(unit @ dunit)) / norm
 
 
-def _cosine_backward(
-    inputs: OracleInputs, x_D: Array, d_E: Array, grads: dict[str, Array]
-) -> Array:
+def _cosine_backward(inputs: OracleInputs, x_D: Array, d_E: Array, grads: dict[str, Array]) -> Array:
     p = inputs.params
     z = p["router.proj.weight"] @ x_D
     log_scale = float(p["router.log_scale"].item())

@@ -83,5 +83,6 @@ class OracleOutput:
     scores_TE: Array
     logits_TE: Array
     margin: float
-    """Smallest gap between a chosen and a rejected score (or queue key): choices with a larger gap than rounding are robust."""
+    """Smallest gap between a chosen and a rejected score (or queue key): choices with a larger gap than rounding are
+    robust."""
     tape: dict = field(repr=False, default_factory=dict)

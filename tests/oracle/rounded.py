@@ -60,10 +60,9 @@ class Rounded:
         """Some of the numbers."""
         return replace(self, value=self.value[index], error=self.error[index])
 
-    def product(
-        self, subscripts: str, other: Union["Rounded", Array], length: int, *, to: float = 0.0
-    ) -> "Rounded":
-        """A sum of `length` products of two factors, as NumPy's einsum has it, rounded to a type of unit roundoff `to`."""
+    def product(self, subscripts: str, other: Union["Rounded", Array], length: int, *, to: float = 0.0) -> "Rounded":
+        """A sum of `length` products of two factors, as NumPy's einsum has it, rounded to a type of unit roundoff
+        `to`."""
         b = self._lifted(other)
         sizes = np.abs(self.value), np.abs(b.value)
         error = (

@@ -77,7 +77,8 @@ def test_the_bound_is_that_of_the_paper_or_the_certain_one():
 
 
 def test_the_rule_of_root_mean_squares_hears_a_fault_and_no_lottery():
-    """Errors of draws are pooled, each beside the size of its own values; one number that is far off does not decide, a factor does."""
+    """Errors of draws are pooled, each beside the size of its own values; one number that is far off does not decide, a
+    factor does."""
     exact = [torch.randn(9, 30, dtype=torch.float64) * 10.0**scale for scale in (-3, 0, 3)]
     noise = [torch.randn_like(one) * 1e-5 * one.square().mean().sqrt() for one in exact]
     ours, theirs = ([a + b * f for a, b in zip(exact, noise, strict=True)] for f in (1.9, -1.0))

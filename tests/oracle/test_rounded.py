@@ -19,11 +19,7 @@ def chain(x, w, v, dy):
 
 
 def chain_with_errors(x, w, v, dy):
-    a = (
-        Rounded.exact(x, UNIT)
-        .product("ni,ij->nj", w, INNER)
-        .function(FUNCTIONS["silu"][0], size=0.0)
-    )
+    a = Rounded.exact(x, UNIT).product("ni,ij->nj", w, INNER).function(FUNCTIONS["silu"][0], size=0.0)
     s = softmax_of(a.product("nj,jc->nc", v, INNER))
     return s, softmax_backward_of(s, Rounded.exact(dy, UNIT))
 
@@ -53,9 +49,7 @@ def test_rounding_to_a_type_costs_half_a_unit_in_its_last_place():
 
 def test_an_error_across_a_jump_is_the_jump():
     slope = FUNCTIONS["relu"][1]
-    near, far = (
-        Rounded(np.array([1e-9, 1.0]), np.array([1e-8, 1e-8]), UNIT).function(slope, size=0.0).error
-    )
+    near, far = Rounded(np.array([1e-9, 1.0]), np.array([1e-8, 1e-8]), UNIT).function(slope, size=0.0).error
     assert near > 1.0 > 2 * far
 
 

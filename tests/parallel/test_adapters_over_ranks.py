@@ -1,4 +1,5 @@
-"""Adapters of a run on any layout: losses, norms and evaluations of one process, and checkpoints for any number of ranks."""
+"""Adapters of a run on any layout: losses, norms and evaluations of one process, and checkpoints for any number of
+ranks."""
 
 import functools
 

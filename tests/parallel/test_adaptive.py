@@ -1,4 +1,5 @@
-"""Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do not."""
+"""Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do
+not."""
 
 import gc
 import json
@@ -35,9 +36,7 @@ class Layers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         options = {"num_experts": 8, "top_k": 3, "aux_loss_weight": 0.1, "dtype": torch.float64}
-        self.first, self.second = (
-            MoELayer(dim=D, hidden_dim=6, seed=i, layer_index=i, **options) for i in range(2)
-        )
+        self.first, self.second = (MoELayer(dim=D, hidden_dim=6, seed=i, layer_index=i, **options) for i in range(2))
 
     def forward(self, x, **way):
         y, stats = self.first(x, **way)
@@ -97,9 +96,7 @@ def at_random(exchanges, *all_to_all):
     return fixed, train(spread(world, exchanges=exchanges), world, ways)
 
 
-@pytest.mark.parametrize(
-    "given", [(None, "flat", "hierarchical", "auto"), (partial(Fixed, bound=T), "flat")]
-)
+@pytest.mark.parametrize("given", [(None, "flat", "hierarchical", "auto"), (partial(Fixed, bound=T), "flat")])
 def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks, given):
     for fixed, switched in four_ranks.run(at_random, *given):
         assert fixed.unique().numel() == STEPS
@@ -235,9 +232,7 @@ def test_links_that_are_assumed_are_marked(four_ranks):
     alone = (0, 0, 0, 0)
     inside, across = links(fit(four_ranks.run(bandwidths, alone)[0], alone)).splitlines()
     assert inside.startswith("inside") and "assumed" not in inside
-    assert across.startswith("across") and across.endswith(
-        "(assumed: these ranks have no such link to measure)"
-    )
+    assert across.startswith("across") and across.endswith("(assumed: these ranks have no such link to measure)")
 
 
 def test_one_rank_has_no_links():
@@ -265,9 +260,7 @@ def ambiguous():
 
 def test_a_forward_is_repeated_the_way_it_went(four_ranks):
     ways = {"overlap_degree": 2}, {"overlap_degree": 2}
-    for one, other in zip(
-        four_ranks.run(repeated, *ways), four_ranks.run(repeated, {}, {}), strict=True
-    ):
+    for one, other in zip(four_ranks.run(repeated, *ways), four_ranks.run(repeated, {}, {}), strict=True):
         assert relative_error(one, other) <= FP64_RELATIVE
     four_ranks.run(ambiguous)
 

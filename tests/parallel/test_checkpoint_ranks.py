@@ -88,9 +88,7 @@ def straight(folder):
 @pytest.fixture(scope="module")
 def saved(folder, four_ranks):
     """The first steps on four ranks."""
-    assert (
-        four_ranks.run(run_training, folder, "four", SAVED, {"parallel.ep_degree": 4}) == [None] * 4
-    )
+    assert four_ranks.run(run_training, folder, "four", SAVED, {"parallel.ep_degree": 4}) == [None] * 4
     return folder / "four"
 
 
@@ -129,9 +127,7 @@ def test_four_ranks_to_eight_and_back(folder, straight, saved, eight_ranks, four
     layout |= {"parallel.expert_order": "experts_inner"}
     assert eight_ranks.run(run_training, folder, name, 2 * SAVED, layout) == [None] * 8
     assert_same(folder, name, straight, 2 * SAVED)
-    assert (
-        four_ranks.run(run_training, folder, name, STEPS, {"parallel.ep_degree": 4}) == [None] * 4
-    )
+    assert four_ranks.run(run_training, folder, name, STEPS, {"parallel.ep_degree": 4}) == [None] * 4
     assert_same(folder, name, straight, STEPS)
 
 
@@ -222,9 +218,7 @@ def bytes_of_ranks(folder, layout):
     return staged.num_bytes, staging, reading, largest, exact, everything, same
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"dp_replicate_degree": 2}, {"tp_degree": 2, "es_degree": 2}], ids=str
-)
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate_degree": 2}, {"tp_degree": 2, "es_degree": 2}], ids=str)
 def test_no_rank_has_the_whole(four_ranks, tmp_path, layout):
     found = four_ranks.run(bytes_of_ranks, tmp_path, layout)
     *_, exact, everything, _ = found[0]
@@ -337,9 +331,7 @@ def choice_of_newest(folder):
         world.close()
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"), [(remove, "is missing"), (flip, "has another checksum")]
-)
+@pytest.mark.parametrize(("damage", "words"), [(remove, "is missing"), (flip, "has another checksum")])
 def test_a_damaged_file_of_one_rank(folder, saved, four_ranks, damage, words):
     name = copy_of(saved, f"damaged-{damage.__name__}")
     checkpoints = folder / name / "checkpoints"

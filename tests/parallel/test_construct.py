@@ -92,9 +92,7 @@ def peak_of_construction(num_layers):
     config = config_of({"model.num_layers": num_layers})
     world = World()
     parallelize_gpt(GPT(config, device="meta"), ParallelConfig(), world=world)  # makes the groups
-    most = peak_bytes(
-        lambda: construct(config, ParallelConfig(), world, seed=0, dtype=torch.float32)
-    )
+    most = peak_bytes(lambda: construct(config, ParallelConfig(), world, seed=0, dtype=torch.float32))
     world.close()
     shapes = [p.numel() for p in GPT(config, device="meta").parameters()]
     return most, 4 * sum(shapes), 4 * max(shapes)

@@ -182,7 +182,8 @@ def test_training_steps_and_norms(four_ranks, copies):
 
 
 def three_steps_of_ddp():
-    """Of two tokens each, so that most experts are idle; gradients are means over the ranks, as one process has them."""
+    """Of two tokens each, so that most experts are idle; gradients are means over the ranks, as one process has
+    them."""
     world = world_of()
     plain = Model()
     ddp = nn.parallel.DistributedDataParallel(Model())

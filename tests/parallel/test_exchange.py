@@ -1,4 +1,5 @@
-"""What an exchange promises: a start waits for nobody, in the forward and in the backward, and what is moved is exact."""
+"""What an exchange promises: a start waits for nobody, in the forward and in the backward, and what is moved is
+exact."""
 
 from datetime import timedelta
 from functools import partial
@@ -27,9 +28,7 @@ def store():
 def tokens_of(rank, **options):
     ids_TK = torch.tensor([[0, 7], [3, 4], [E, 5]]).roll(rank, 0)
     x_TD = torch.arange(3 * D, dtype=torch.float64).view(3, D) + 100 * rank
-    return Dispatched(
-        x_TD.requires_grad_(), ids_TK, torch.rand(3, 2, dtype=torch.float64).requires_grad_()
-    )
+    return Dispatched(x_TD.requires_grad_(), ids_TK, torch.rand(3, 2, dtype=torch.float64).requires_grad_())
 
 
 def a_start_beside_a_sleeper(kind, tag):
@@ -88,7 +87,8 @@ class Noted(torch.autograd.Function):
 
 
 def work_between_start_and_finish(tag):
-    """In the backward rank 0 sends its gradient before it turns to what ran beside the tokens, for which rank 1 waits."""
+    """In the backward rank 0 sends its gradient before it turns to what ran beside the tokens, for which rank 1
+    waits."""
     world, rank = world_of(False), dist.get_rank()
     exchange = spread_experts(build(SpreadCase(), torch.float64), world).exchange()
     tokens = tokens_of(rank)
@@ -107,9 +107,7 @@ def work_between_start_and_finish(tag):
     arrived = dispatch_handle.finish()
     y_TD = dispatch_handle.start_home(Noted.apply(arrived.x_TD, before)).finish() + extra_TD
     y_TD.sum().backward()
-    num_copies_T = (tokens.expert_ids_TK < E).sum(
-        1
-    )  # all choices of a token are of different ranks
+    num_copies_T = (tokens.expert_ids_TK < E).sum(1)  # all choices of a token are of different ranks
     assert torch.equal(tokens.x_TD.grad, (num_copies_T + 1.0)[:, None].expand(-1, D))
 
 
@@ -154,8 +152,8 @@ class Order:
     def __init__(self, exchange):
         self.notes, start_parts = [], exchange.start_parts
 
-        def noted(tokens, num_parts, num_pieces):
-            dispatch_handles = start_parts(tokens, num_parts, num_pieces)
+        def noted(tokens, num_parts, num_chunks):
+            dispatch_handles = start_parts(tokens, num_parts, num_chunks)
             for i, dispatch_handle in enumerate(dispatch_handles):
                 for name in ("advance", "finish", "start_home"):
                     self.note(dispatch_handle, name, i)

@@ -1,7 +1,8 @@
-"""The recipes for clusters on 64, 512 and 2,048 ranks of the fake process group: what the planner says is what a rank holds.
+"""The recipes for clusters on 64, 512 and 2,048 ranks of the fake process group: what the planner says is what a rank
+holds.
 
-Parameters are on the meta device; gradients and moments are those of PyTorch's AdamW there, and checkpoint bytes are those of
-the plan that torch.distributed.checkpoint makes for this rank.
+Parameters are on the meta device; gradients and moments are those of PyTorch's AdamW there, and checkpoint bytes are
+those of the plan that torch.distributed.checkpoint makes for this rank.
 """
 
 from functools import cache
@@ -132,10 +133,7 @@ def test_a_rank_holds_what_the_planner_says(model, num_ranks, name):
             "weights": sum(map(bytes_of, model_.parameters())),
             "gradients": sum(bytes_of(p.grad) for p in model_.parameters()),
             "optimizer": sum(
-                bytes_of(value)
-                for state in optimizer.state.values()
-                for key, value in state.items()
-                if key != "step"
+                bytes_of(value) for state in optimizer.state.values() for key, value in state.items() if key != "step"
             ),
         }
         tensors = {name: parameter.detach() for name, parameter in model_.named_parameters()}

@@ -37,8 +37,8 @@ def test_nodes_of_four_ranks(four_ranks, nodes, tokens):
 
 
 @pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
-def test_tokens_cross_in_pieces(four_ranks, nodes):
-    """Pieces without tokens included, and pieces of parts."""
+def test_tokens_cross_in_chunks(four_ranks, nodes):
+    """Chunks without tokens included, and chunks of parts."""
     four_ranks.run(exact, nodes, [{}, {"overlap_degree": 2}], TOKENS, 64)
 
 
@@ -62,9 +62,7 @@ def bytes_across(nodes):
     x_TD = torch.randn(20, D, dtype=torch.float64, requires_grad=True)
     weights_TK = torch.rand(20, 3, dtype=torch.float64, requires_grad=True)
     with world.traffic.logged() as log:
-        (dispatch_handle,) = exchange.start_parts(
-            Dispatched(x_TD, ids_TK, weights_TK), 1, num_pieces=3
-        )
+        (dispatch_handle,) = exchange.start_parts(Dispatched(x_TD, ids_TK, weights_TK), 1, num_chunks=3)
         arrived = dispatch_handle.finish()
         y_TD = dispatch_handle.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()
         y_TD.sum().backward()
@@ -81,7 +79,8 @@ def bytes_across(nodes):
 
 @pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
 def test_a_token_crosses_to_a_node_once(four_ranks, nodes):
-    """Out D elements, K weights and K ids per token and node, home D; of all ranks, because gradients go the mirror way."""
+    """Out D elements, K weights and K ids per token and node, home D; of all ranks, because gradients go the mirror
+    way."""
     found = four_ranks.run(bytes_across, nodes)
     copies = sum(number for number, _ in found)
     out, out_back, home, home_back = (sum(sent[i] for _, sent in found) for i in range(4))
@@ -107,9 +106,7 @@ def flat_where_nodes_change_nothing():
         layer = build(SpreadCase(), torch.float64)
         way = spread_experts(layer, world_of(False), all_to_all="hierarchical", nodes=nodes)
         assert type(way.exchange()) is Ragged
-    with pytest.raises(
-        ConfigError, match="all_to_all=hierarchical with exchanges: .*; leave one out"
-    ):
+    with pytest.raises(ConfigError, match="all_to_all=hierarchical with exchanges: .*; leave one out"):
         layer = build(SpreadCase(), torch.float64)
         spread_experts(layer, world_of(False), all_to_all="hierarchical", exchanges=Ragged)
 

@@ -94,11 +94,7 @@ def launch(host, address, words, ranks_per_host):
 
 
 def flags(options):
-    return [
-        word
-        for name, value in options.items()
-        for word in (f"--{name.replace('_', '-')}", str(value).lower())
-    ]
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value).lower())]
 
 
 def received_bytes(host):
@@ -127,10 +123,7 @@ def test_two_hosts_train_as_one_process(tmp_path, one_process, rate, ranks_per_h
     here = {"train.run_dir": str(tmp_path / "run"), "data.cache_dir": str(tmp_path / "cache")}
     words = ["train", "gpt-moe-test", *flags(OPTIONS | here)]
     with two_hosts(rate) as hosts:
-        agents = [
-            launch(host, address, words, ranks_per_host)
-            for host, address in zip(hosts, ADDRESSES, strict=True)
-        ]
+        agents = [launch(host, address, words, ranks_per_host) for host, address in zip(hosts, ADDRESSES, strict=True)]
         try:
             outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
         finally:

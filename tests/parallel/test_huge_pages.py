@@ -37,9 +37,7 @@ def asked_for(monkeypatch):
 
 
 @LINUX
-@pytest.mark.parametrize(
-    ("said", "wanted"), [(None, [False, True]), ("1", [True] * 2), ("0", [False] * 2)]
-)
+@pytest.mark.parametrize(("said", "wanted"), [(None, [False, True]), ("1", [True] * 2), ("0", [False] * 2)])
 def test_the_environment_decides_before_the_program(monkeypatch, said, wanted):
     if said is not None:
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", said)
@@ -125,9 +123,7 @@ def test_a_load_says_how_much_is_in_them(caplog, num_bytes):
 @pytest.mark.parametrize("slots", [None, 2])
 def test_paged_experts_have_no_huge_pages(tmp_path, slots):
     folder = hub_folder(tmp_path / "hub")
-    names, _ = functions_of(
-        lambda: em.Engine(folder, expert_slots=slots, num_blocks=8, device="cpu")
-    )
+    names, _ = functions_of(lambda: em.Engine(folder, expert_slots=slots, num_blocks=8, device="cpu"))
     assert "give_memory" in names
     assert ("zeros_in_huge_pages" in names) == (slots is None)
 

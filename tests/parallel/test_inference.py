@@ -47,13 +47,11 @@ def outputs(options, es_degree, num_tokens, dtype):
         assert_two_times(y_TD, expected_TD, oracle_TD, what="y")
     assert torch.equal(stats.num_tokens_per_expert_E, expected.num_tokens_per_expert_E)
     assert torch.equal(stats.num_dropped, expected.num_dropped)
-    assert [(t.collective, t.num_bytes) for t in log.transfers] == [
-        ("all_gather", (world.size - 1) * y_TD.nbytes)
-    ], "one exchange, and no weights"
-    numbers = [sum(p.numel() for p in m.experts.parameters()) for m in (whole, exact)]
-    mine = sum(
-        (p.to_local() if hasattr(p, "to_local") else p).numel() for p in spread.experts.parameters()
+    assert [(t.collective, t.num_bytes) for t in log.transfers] == [("all_gather", (world.size - 1) * y_TD.nbytes)], (
+        "one exchange, and no weights"
     )
+    numbers = [sum(p.numel() for p in m.experts.parameters()) for m in (whole, exact)]
+    mine = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in spread.experts.parameters())
     return y_TD.view(torch.uint8), mine / numbers[0]
 
 

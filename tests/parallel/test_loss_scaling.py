@@ -1,4 +1,5 @@
-"""FP16 on several ranks: one scale for all, gradients of one process, and an overflow anywhere skips the step everywhere."""
+"""FP16 on several ranks: one scale for all, gradients of one process, and an overflow anywhere skips the step
+everywhere."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A rank that is killed or stands still, in training or while a checkpoint is written: all others stop in time and say why."""
+"""A rank that is killed or stands still, in training or while a checkpoint is written: all others stop in time and say
+why."""
 
 import os
 import random

@@ -111,9 +111,7 @@ def gathered_experts(log, config, num_ranks):
     return sum(found)  # with two layers, all: the second is gathered beside the first
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=[pytest.mark.exhaustive] * (f in ALSO)) for f in FORMS]
-)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=[pytest.mark.exhaustive] * (f in ALSO)) for f in FORMS])
 def test_every_rank_holds_what_the_formula_says(four_ranks, form):
     config = RECIPES["gpt-moe-test"]().updated(MODEL | FORMS[form])
     expected = memory_of_rank(config.model, config.parallel, 4)

@@ -112,12 +112,8 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
     ],
 )
 def test_options_for_several_ranks_on_one_process(tmp_path, name, value):
-    config = RECIPES["gpt-moe-test"]().updated(
-        {f"parallel.{name}": value, "train.run_dir": str(tmp_path / "run")}
-    )
-    with pytest.raises(
-        ConfigError, match=f"parallel.{name}={value}: there is one rank; start more with torchrun"
-    ):
+    config = RECIPES["gpt-moe-test"]().updated({f"parallel.{name}": value, "train.run_dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=f"parallel.{name}={value}: there is one rank; start more with torchrun"):
         train(config, recipe="test")
 
 
@@ -138,9 +134,7 @@ def test_a_file_of_several_ranks_on_one_process_names_both_ways_out(tmp_path):
 def test_one_gpu_for_all_ranks():
     config = RECIPES["gpt-moe-test"]().updated({"train.device": "cuda:1"})
     ranks = SimpleNamespace(size=2, num_row_parts=2)
-    with pytest.raises(
-        ConfigError, match="train.device=cuda:1 on 2 ranks: .* use train.device=cuda"
-    ):
+    with pytest.raises(ConfigError, match="train.device=cuda:1 on 2 ranks: .* use train.device=cuda"):
         check_ranks(SimpleNamespace(config=config), ranks)
 
 

@@ -24,10 +24,7 @@ TWO_PERCENT = 0.02
 
 def kept_bytes(optimizer):
     return sum(
-        own_part(tensor).nbytes
-        for state in optimizer.state.values()
-        for key, tensor in state.items()
-        if key != "step"
+        own_part(tensor).nbytes for state in optimizer.state.values() for key, tensor in state.items() if key != "step"
     )
 
 
@@ -44,9 +41,7 @@ def test_every_rank_holds_what_the_formula_says(layout, state_dtype, name):
         optimizer = build_optimizer(model, OptimConfig(name=name, state_dtype=state_dtype))
         lay_out(optimizer)
         assert kept_bytes(optimizer) == pytest.approx(expected.optimizer_bytes, rel=TWO_PERCENT)
-    share = (
-        0.31 if state_dtype == "int8" else 0.51
-    )  # what a cut inside blocks leaves in FP32 is there
+    share = 0.31 if state_dtype == "int8" else 0.51  # what a cut inside blocks leaves in FP32 is there
     assert expected.optimizer_bytes < share * plain.optimizer_bytes
 
 
@@ -91,11 +86,7 @@ def test_another_type_on_another_layout(tmp_path, two_ranks, four_ranks):
     assert two_ranks.run(run_training, tmp_path, "run", 5, changes) == [None] * 2
     assert run_training(tmp_path, "run", STEPS, {}) is None
     assert run_training(tmp_path, "straight", STEPS, {}) is None
-    losses, oracle = (
-        [line["loss"] for line in lines_of(tmp_path / name)] for name in ("run", "straight")
-    )
-    assert losses[:3] == pytest.approx(
-        oracle[:3], rel=RELATIVE
-    )  # those of steps with FP32's moments
+    losses, oracle = ([line["loss"] for line in lines_of(tmp_path / name)] for name in ("run", "straight"))
+    assert losses[:3] == pytest.approx(oracle[:3], rel=RELATIVE)  # those of steps with FP32's moments
     assert losses[3:] == pytest.approx(oracle[3:], rel=TWO_PERCENT)
     assert losses[3:] != pytest.approx(oracle[3:], rel=RELATIVE)

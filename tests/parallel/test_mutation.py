@@ -267,9 +267,7 @@ MUTANTS |= {
     "tokens_return_to_other_ranks": ("spread", lambda: tokens_return_over(other_half)),
     "sums_of_a_node_are_taken_over_other_ranks": (
         "nodes",
-        lambda: tokens_return_over(
-            other_half, lambda where: where.endswith("combine inside a node")
-        ),
+        lambda: tokens_return_over(other_half, lambda where: where.endswith("combine inside a node")),
     ),
     "hot_experts_are_computed_twice": (
         "replicated",

@@ -28,9 +28,7 @@ KEEPS = ("until_step", "until_backward", "regather")
 
 def test_a_layer_equals_one_process(four_ranks):
     plans = [(4, 1, "regather"), (1, 2, "regather"), (2, 2, "until_backward"), (1, 1, "until_step")]
-    spreads = [
-        {"route_degree": r, "es_degree": f, "keep": keep, "offload": True} for r, f, keep in plans
-    ]
+    spreads = [{"route_degree": r, "es_degree": f, "keep": keep, "offload": True} for r, f, keep in plans]
     spreads.append({"num_replicas": 2, "route_degree": 1, "offload": True})
     layer = {"bias": True, "activation": "gelu"}
     four_ranks.run(compare_all, [SpreadCase(layer, spread) for spread in spreads])
@@ -79,9 +77,7 @@ def test_the_stand_in_notices(two_ranks):
 
 
 def test_a_mistake():
-    with pytest.raises(
-        ConfigError, match="offload.*conflicts with parallel.zero_stage=1.*use 2 there"
-    ):
+    with pytest.raises(ConfigError, match="offload.*conflicts with parallel.zero_stage=1.*use 2 there"):
         ParallelConfig(offload=True, zero_stage=1)
 
 

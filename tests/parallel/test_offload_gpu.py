@@ -23,8 +23,7 @@ class Model(nn.Module):
     def __init__(self, device):
         super().__init__()
         self.layers = nn.ModuleList(
-            MoELayer(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, top_k=2, device=device)
-            for _ in range(LAYERS)
+            MoELayer(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, top_k=2, device=device) for _ in range(LAYERS)
         )
         self.out = nn.Linear(DIM, 4 * DIM, device=device)
 

@@ -1,4 +1,5 @@
-"""All ranks start the same collectives in the same order, whatever their tokens are: with NCCL another order is a deadlock."""
+"""All ranks start the same collectives in the same order, whatever their tokens are: with NCCL another order is a
+deadlock."""
 
 import pytest
 import torch
@@ -61,9 +62,7 @@ def collectives(case, repeats):
 def test_the_order_is_the_same_on_all_ranks(four_ranks, repeats):
     for case in CASES:
         found = four_ranks.run(collectives, case, repeats)
-        if (
-            CASES[case][0].get("nodes") == UNEVEN["nodes"]
-        ):  # a rank alone on its node sends nothing inside
+        if CASES[case][0].get("nodes") == UNEVEN["nodes"]:  # a rank alone on its node sends nothing inside
             found = [[each for each in order if "inside" not in each[1]] for order in found]
         assert len(found[0]) > len(TOKENS)
         assert all(order == found[0] for order in found), case

@@ -46,13 +46,9 @@ def test_int8_is_off_by_half_a_step_of_its_block(dim, dtype):
     assert rows.dtype == torch.uint8 and rows.shape == (9, row_bytes(dim, 2, "int8"))
     for x, y in zip(blocks(x_RD), blocks(rounded(x_RD, "int8")), strict=True):
         step = x.abs().amax(1, keepdim=True).double() / 127
-        slack = (
-            torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps * x.double().abs()
-        )
+        slack = torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps * x.double().abs()
         assert ((x - y).double().abs() <= step / 2 + slack).all()
-        assert (
-            y.double().abs().amax(1, keepdim=True) <= 127 * step + slack.amax(1, keepdim=True)
-        ).all()
+        assert (y.double().abs().amax(1, keepdim=True) <= 127 * step + slack.amax(1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,9 +142,7 @@ def kept_until_the_backward(kind):
     counts = Counts([1, 1], [1, 1])
     x_RD = torch.randn(2, D, requires_grad=True) * 1.0
     alive = weakref.ref(x_RD)
-    moved = async_all_to_all(
-        x_RD, counts, world_of(False).all_ranks(), where="a test", payload=kind
-    )
+    moved = async_all_to_all(x_RD, counts, world_of(False).all_ranks(), where="a test", payload=kind)
     del x_RD
     y_RD = moved.finish()
     del moved
@@ -205,9 +199,7 @@ def refused():
 
     for options in ({"dispatch_dtype": "int8"}, {"adaptive": True}, {"route_degree": 1}):
         (name,) = options
-        with pytest.raises(
-            ConfigError, match=f"{name}=.* has no effect in a model without .*leave"
-        ):
+        with pytest.raises(ConfigError, match=f"{name}=.* has no effect in a model without .*leave"):
             parallelize(torch.nn.Linear(2, 2), ParallelConfig(**options), world=world_of(False))
 
 

@@ -113,9 +113,7 @@ def steps(keep, all_routes, options, spread):
     for number, routes in enumerate(all_routes):
         x = torch.randn(world.size * 4, D, dtype=torch.float64, generator=draw)
         mine = slice(4 * world.position, 4 * world.position + 4)
-        given = options | (
-            {"skip": 1} if options.get("skip") == "sometimes" and number % 3 == 1 else {}
-        )
+        given = options | ({"skip": 1} if options.get("skip") == "sometimes" and number % 3 == 1 else {})
         given = {name: value for name, value in given.items() if value != "sometimes"}
         # leaves, because checkpoints with re-entrance want an input with a gradient
         x, part = x.requires_grad_(), x[mine].detach().requires_grad_()
@@ -164,11 +162,10 @@ BY_LAYER = [(1, 2, 4)] * 2
     ids=["plain", "plain-checkpoint", "regather", "regather-checkpoint", "regather-reentrant"],
 )
 def test_not_a_byte_more(four_ranks, keep, recompute):
-    """Plans that stay, that change on each step for all layers, or differ between layers; also where forwards are repeated."""
+    """Plans that stay, that change on each step for all layers, or differ between layers; also where forwards are
+    repeated."""
     for routes in (SAME, BY_STEP, BY_LAYER):
-        for error, moved, expected in four_ranks.run(
-            steps, keep, routes, {"recompute": recompute}, {"es_degree": 2}
-        ):
+        for error, moved, expected in four_ranks.run(steps, keep, routes, {"recompute": recompute}, {"es_degree": 2}):
             assert error <= FP64_RELATIVE
             assert moved == expected
 
@@ -237,9 +234,7 @@ def after_an_error(spread):
     return max(relative_error(*pair) for pair in pairs), prefetcher.num_held
 
 
-@pytest.mark.parametrize(
-    "spread", [{"route_degree": 1}, {"route_degree": 2, "es_degree": 2, "overlap_degree": 2}]
-)
+@pytest.mark.parametrize("spread", [{"route_degree": 1}, {"route_degree": 2, "es_degree": 2, "overlap_degree": 2}])
 def test_after_an_error_in_the_backward(four_ranks, spread):
     """Nothing is left of it, neither in the buffers where slices are joined."""
     for error, held in four_ranks.run(after_an_error, spread):

@@ -48,7 +48,8 @@ STEPS_PER_LIFE = 4
 
 
 def meet():
-    """The first life fails; in the second one rank comes late, when the other has long read all that is in the store."""
+    """The first life fails; in the second one rank comes late, when the other has long read all that is in the
+    store."""
     life, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     if life and rank == 0:
         time.sleep(1.0)
@@ -101,9 +102,7 @@ def check(folder, kills):
     lives = [json.loads(line) for line in (folder / "lives").read_text().splitlines()]
     # As many lives as kills and one more: no restart failed to connect.
     assert [life["number"] for life in lives] == list(range(kills + 1)), lives
-    assert_same_lines(
-        lines_of(folder / "killed"), lines_of(folder / "straight"), "loss", "grad_norm"
-    )
+    assert_same_lines(lines_of(folder / "killed"), lines_of(folder / "straight"), "loss", "grad_norm")
 
 
 def config_of(folder, name, steps):

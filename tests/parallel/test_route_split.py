@@ -1,4 +1,5 @@
-"""Plans: every divisor gives cells that share tokens and cells that share weights, and together they hold everything."""
+"""Plans: every divisor gives cells that share tokens and cells that share weights, and together they hold
+everything."""
 
 import pytest
 
@@ -44,7 +45,5 @@ def test_rank_order():
 
 @pytest.mark.parametrize("degree", [0, 3, 5, -1, 8])
 def test_no_divisor(degree):
-    with pytest.raises(
-        ConfigError, match=rf"route_degree={degree}: must divide the 4 ranks.*nearest: [124]$"
-    ):
+    with pytest.raises(ConfigError, match=rf"route_degree={degree}: must divide the 4 ranks.*nearest: [124]$"):
         make_split(ExpertDegrees(2, 2), degree)

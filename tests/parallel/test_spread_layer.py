@@ -56,15 +56,11 @@ def test_four_ranks(four_ranks, tokens):
 
 
 def test_no_tokens_at_all(two_ranks):
-    two_ranks.run(
-        compare_all, [SpreadCase(tokens=(0, 0), spread={"route_degree": r}) for r in (1, 2)]
-    )
+    two_ranks.run(compare_all, [SpreadCase(tokens=(0, 0), spread={"route_degree": r}) for r in (1, 2)])
 
 
 def test_copies_of_the_experts(four_ranks):
-    plans = [
-        {"num_replicas": 2, "route_degree": r, "es_degree": es} for r in (1, 2) for es in (1, 2)
-    ]
+    plans = [{"num_replicas": 2, "route_degree": r, "es_degree": es} for r in (1, 2) for es in (1, 2)]
     layer = {"bias": True, "activation": "relu"}
     four_ranks.run(compare_all, [SpreadCase(layer, plan) for plan in plans])
 
@@ -83,9 +79,7 @@ def test_other_precisions(four_ranks, dtype):
 
 
 def test_fixed_exchange(four_ranks):
-    spreads = [
-        {"route_degree": r, "es_degree": 2, "exchanges": partial(Fixed, bound=9)} for r in (1, 2, 4)
-    ]
+    spreads = [{"route_degree": r, "es_degree": 2, "exchanges": partial(Fixed, bound=9)} for r in (1, 2, 4)]
     four_ranks.run(compare_all, [SpreadCase(LAYERS["four_choices"], s) for s in spreads])
 
 

@@ -80,9 +80,7 @@ def saved_bytes(keep):
 
         return hooks(counting, unpack)
 
-    torch.autograd.graph.saved_tensors_hooks = (
-        counted  # the storage's own hooks hide these from others
-    )
+    torch.autograd.graph.saved_tensors_hooks = counted  # the storage's own hooks hide these from others
     try:
         with counted(lambda tensor: tensor, lambda tensor: tensor):
             y, _ = layer(torch.ones(2, D))
@@ -117,8 +115,6 @@ def after_gradients_of_tokens(spread):
     return all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(
-    "spread", [{"es_degree": 2, "route_degree": 1}, {"replicated_experts": 2}], ids=str
-)
+@pytest.mark.parametrize("spread", [{"es_degree": 2, "route_degree": 1}, {"replicated_experts": 2}], ids=str)
 def test_gradients_of_tokens_alone_leave_nothing_behind(two_ranks, spread):
     assert two_ranks.run(after_gradients_of_tokens, spread) == [True, True]

@@ -64,9 +64,7 @@ def compare_all(cases, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_equal_to_one_process(four_ranks, dtype):
     plans = itertools.product((1, 2, 4), (1, 2), (1, 2))
-    spreads = [
-        {"route_degree": r, "es_degree": s, "num_replicas": c} for r, s, c in plans if r * c <= 4
-    ]
+    spreads = [{"route_degree": r, "es_degree": s, "num_replicas": c} for r, s, c in plans if r * c <= 4]
     four_ranks.run(compare_all, spreads, dtype)
 
 

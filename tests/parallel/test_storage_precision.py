@@ -28,7 +28,8 @@ def run(layer, x, cotangent, dtype):
 
 
 def run_by_slices(layer, num_slices, x, cotangent, dtype):
-    """The same with the experts' hidden size in slices whose rounded results are added up, as slices of any rank are."""
+    """The same with the experts' hidden size in slices whose rounded results are added up, as slices of any rank
+    are."""
     if num_slices == 1:
         return run(layer, x, cotangent, dtype)
     found = []

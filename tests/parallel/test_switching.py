@@ -1,4 +1,5 @@
-"""Whole models change their plan, K and capacity from one forward to the next, and lose nothing and move nothing else."""
+"""Whole models change their plan, K and capacity from one forward to the next, and lose nothing and move nothing
+else."""
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def backward(model, ids, rows, step, **choices):
 
 
 def switch_every_step(parallel, num_steps):
-    """Largest relative errors of logits and of gradient norms, bytes of weights that moved, and those of the formula."""
+    """Largest relative errors of logits and of gradient norms, bytes of weights that moved, and those of the
+    formula."""
     world, config = World(), small()
     whole, spread = build(config), build(config)
     parallelize_gpt(spread, ParallelConfig(**parallel), world=world)
@@ -99,7 +101,8 @@ def switch_every_step(parallel, num_steps):
     ids=str,
 )
 def test_switches(four_ranks, parallel, count):
-    """A gather brings the shards of W / r - 1 others; the gradient goes back once; nothing else of the weights moves."""
+    """A gather brings the shards of W / r - 1 others; the gradient goes back once; nothing else of the weights
+    moves."""
     for error, moved, expected in four_ranks.run(switch_every_step, parallel, count):
         assert error <= FP64_RELATIVE
         assert moved == expected > 0

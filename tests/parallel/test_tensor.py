@@ -1,4 +1,5 @@
-"""Ranks that share sequences: the trainer's steps on a GPT equal those of one process, and what users give of their own."""
+"""Ranks that share sequences: the trainer's steps on a GPT equal those of one process, and what users give of their
+own."""
 
 import functools
 from dataclasses import dataclass, field

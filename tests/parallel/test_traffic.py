@@ -29,9 +29,7 @@ def token_traffic(spread, call):
     block_TK = stats.topk_expert_ids_TK // route.num_local
     own = route.split.block(world.position)
     copies = sum(
-        len({b for b in row if (b, q) != own})
-        for row in block_TK.tolist()
-        for q in range(route.split.route_f)
+        len({b for b in row if (b, q) != own}) for row in block_TK.tolist() for q in range(route.split.route_f)
     )
     # Each way, in the forward and in the backward: rows of D, and with those that go out 2 K ids and weights.
     one_way = ELEMENT * (2 * D + 2 * K)
@@ -46,9 +44,7 @@ def received_rows(block_TK, route, world):
     dist.all_gather_object(choices, block_TK.tolist())
     members = next(c for c in route.split.route_cells() if world.position in c)
     mine = route.split.block(world.position)[0]
-    return sum(
-        mine in set(row) for rank in members if rank != world.position for row in choices[rank]
-    )
+    return sum(mine in set(row) for rank in members if rank != world.position for row in choices[rank])
 
 
 def test_tokens_moved(four_ranks):

@@ -107,9 +107,7 @@ MUON = {"optim.name": "muon", "train.batch_size": 8}
 
 def config_of(folder, name, changes):
     return RECIPES["gpt-moe-test"]().updated(
-        BASE
-        | changes
-        | {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
+        BASE | changes | {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
     )
 
 

@@ -76,9 +76,7 @@ def test_copies_are_those_of_all_choices():
 
 def test_the_all_to_all_with_fewer_bytes_across_a_slow_link_is_chosen():
     sizes = {"dim": 512, "element_bytes": 4}
-    kinds = [
-        faster_all_to_all(route(4), TokenLoad.even(4096, K, 32), SLOW, **sizes) for K in (1, 8)
-    ]
+    kinds = [faster_all_to_all(route(4), TokenLoad.even(4096, K, 32), SLOW, **sizes) for K in (1, 8)]
     assert kinds == ["flat", "hierarchical"]
     # with two experts per token on four nodes there is little to save, and the second hop costs time of its own
     few, wide = TokenLoad.even(4096, 2, 32), route(8, nodes=(0, 0, 1, 1, 2, 2, 3, 3))
@@ -90,9 +88,7 @@ def test_the_all_to_all_with_fewer_bytes_across_a_slow_link_is_chosen():
 
 def test_parts_hide_travel_and_replicated_experts_take_rows_from_the_fullest_rank():
     machine = Machine(SLOW, 1e10)
-    one, two = (
-        step_time(DispatchOptions(4, n, "flat", 0), route(4), SHAPE, HOT, machine) for n in (1, 2)
-    )
+    one, two = (step_time(DispatchOptions(4, n, "flat", 0), route(4), SHAPE, HOT, machine) for n in (1, 2))
     assert two.total_s < one.total_s == one.products_s + one.travel_s + one.weights_s
     replicated = step_time(DispatchOptions(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
     # of 0.65 + 0.05 on one rank of four, the hot expert's part is shared by all
@@ -136,9 +132,7 @@ def play(truth, effort, *, first=100.0):
 def test_the_starts_are_of_all_sorts():
     ways = search().starts(HOT, True, 6)
     assert DispatchOptions(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
-    wide = search(overlap_degrees=(1, 2, 4, 8), replicated=(0,)).starts(
-        TokenLoad.even(512, 2, 8), True, 6
-    )
+    wide = search(overlap_degrees=(1, 2, 4, 8), replicated=(0,)).starts(TokenLoad.even(512, 2, 8), True, 6)
     assert {w.all_to_all for w in wide if w.route_degree == 4} == {"flat", "hierarchical"}
 
 
@@ -159,9 +153,7 @@ def test_the_fastest_start_is_settled_in_bounded_trials():
     assert Tuner(search(), known=told).choose(HOT, bucket) == (way, None)
 
 
-@pytest.mark.parametrize(
-    "best", [DispatchOptions(4, 1, "hierarchical", 0), DispatchOptions(4, 2, "flat", 0)]
-)
+@pytest.mark.parametrize("best", [DispatchOptions(4, 1, "hierarchical", 0), DispatchOptions(4, 2, "flat", 0)])
 def test_what_the_model_does_not_name_is_found_from_its_neighbours(best):
     """Times rise with the number of choices that differ, and the search begins with ways of another kind."""
 
@@ -201,10 +193,7 @@ def test_of_equal_ways_the_simplest_is_settled_on():
 
 def test_a_capacity_factor_is_part_of_a_bucket():
     """What it drops is no load."""
-    found = [
-        Bucket.of(HOT, num_ranks=4, trains=True, capacity_factor=factor).key
-        for factor in (None, 1.0, 1.25)
-    ]
+    found = [Bucket.of(HOT, num_ranks=4, trains=True, capacity_factor=factor).key for factor in (None, 1.0, 1.25)]
     assert len(set(found)) == 3 and found[1].endswith("-C1")
     record = LoadRecord(4, num_ranks=2)
     record.note(torch.tensor([70, 10, 10, 10]))
@@ -261,9 +250,7 @@ def test_a_bad_file_is_ignored_with_one_line(tmp_path, caplog, text):
         assert load_plans(path, "model") == {}
         assert load_network(path) is None
     assert len(caplog.records) == 2
-    assert all(
-        "is ignored" in r.getMessage() and "\n" not in r.getMessage() for r in caplog.records
-    )
+    assert all("is ignored" in r.getMessage() and "\n" not in r.getMessage() for r in caplog.records)
 
 
 def test_files_keep_what_was_found(tmp_path, caplog):
@@ -280,14 +267,8 @@ def test_parts_that_are_given_leave_ways_whose_tokens_stay():
     """Of these there is one only, in one part."""
     given = search(overlap_degrees=(2,), usual=DispatchOptions(4, 2, "flat", 0))
     ways = given.starts(HOT, True, 99)
-    assert (
-        DispatchOptions(1, 1, "flat", 0) in ways
-        and given.near(DispatchOptions(1, 1, "flat", 0), HOT, True) == []
-    )
-    assert all(
-        other.overlap_degree == 2
-        for other in given.near(DispatchOptions(4, 2, "flat", 0), HOT, True)
-    )
+    assert DispatchOptions(1, 1, "flat", 0) in ways and given.near(DispatchOptions(1, 1, "flat", 0), HOT, True) == []
+    assert all(other.overlap_degree == 2 for other in given.near(DispatchOptions(4, 2, "flat", 0), HOT, True))
     tuner, bucket = Tuner(given), Bucket.of(HOT, num_ranks=4, trains=True)
     while (found := tuner.choose(HOT, bucket))[1] is not None:
         tuner.report(found[1], 1.0)
@@ -304,7 +285,7 @@ def test_trials_whose_times_do_not_come_are_made_again():
         if tuner.settled:
             break
         if trial is not None and call > 20_000 and call % 2:
-            tuner.report(trial, 1.0 + (trial.way.replicated_experts or 0))
+            tuner.report(trial, 1.0 + (trial.dispatch.replicated_experts or 0))
     assert sum(begun[:20_000]) < 10 * sum(begun[:50]), "ever more seldom"
     assert call > 20_000 and tuner.settled[bucket.key].replicated_experts == 0
 

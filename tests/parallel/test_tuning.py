@@ -104,7 +104,7 @@ def test_the_tuner_takes_the_way_with_the_least_measured_time(four_ranks, point)
     assert all(seconds > 0 for _, seconds in reported)
     times = {}
     for trial, seconds in reported:
-        times.setdefault(trial.way, []).append(seconds)
+        times.setdefault(trial.dispatch, []).append(seconds)
     counted = {way: seconds[1:] for way, seconds in times.items()}
     least = min(map(min, counted.values()))
     left = [way for way in counted if min(counted[way]) <= TOO_SLOW * least]

@@ -20,9 +20,7 @@ def no_waits() -> Iterator[None]:
 
 
 def test_slices_whose_parts_are_no_neighbours(no_waits):
-    ranks = RankGroup(
-        None, ranks=(0, 1, 2, 3), rank=0, name="four", timeout_s=1.0, traffic=Traffic()
-    )
+    ranks = RankGroup(None, ranks=(0, 1, 2, 3), rank=0, name="four", timeout_s=1.0, traffic=Traffic())
     layout = Layout(ranks, ((0, 2), (1, 3)), 0, 2)
     shards = torch.rand(4, 2, 3, 5, device="cuda")
     slices = layout.slices("w_in", shards)

@@ -24,10 +24,7 @@ from expertmesh.training.step import accumulate_gradients
 pytestmark = pytest.mark.filterwarnings("ignore")
 trl = pytest.importorskip("trl", reason="trl not installed")
 
-PAIRS = [
-    {"prompt": f"say {i}", "chosen": f" well {i * i}", "rejected": " no" * (1 + i % 3)}
-    for i in range(6)
-]
+PAIRS = [{"prompt": f"say {i}", "chosen": f" well {i * i}", "rejected": " no" * (1 + i % 3)} for i in range(6)]
 LOSSES = {
     "sigmoid": {},
     "robust": {"label_smoothing": 0.1},
@@ -98,9 +95,7 @@ def batch_of(theirs):
     def pairs(x):
         return torch.stack(x.chunk(2), 1)
 
-    ids, mask, learned = (
-        pairs(theirs[name]) for name in ("input_ids", "attention_mask", "completion_mask")
-    )
+    ids, mask, learned = (pairs(theirs[name]) for name in ("input_ids", "attention_mask", "completion_mask"))
     more = {"counts": learned[..., 1:].bool(), "is_token": mask[..., 1:].bool()}
     more["place"] = torch.arange(len(ids))[:, None]
     return ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), more
@@ -123,16 +118,10 @@ def scores(task, model, batch):
 def gradients(model):
     """Gradients by kind, as both have them."""
     if hasattr(model, "layers"):
-        layers = [
-            (b.moe.router.proj.weight, b.moe.experts.w_in, b.moe.experts.w_out)
-            for b in model.layers
-        ]
+        layers = [(b.moe.router.proj.weight, b.moe.experts.w_in, b.moe.experts.w_out) for b in model.layers]
         head = model.output.weight
     else:
-        layers = [
-            (b.mlp.gate.weight, b.mlp.experts.gate_up_proj, b.mlp.experts.down_proj)
-            for b in model.model.layers
-        ]
+        layers = [(b.mlp.gate.weight, b.mlp.experts.gate_up_proj, b.mlp.experts.down_proj) for b in model.model.layers]
         head = model.lm_head.weight
     return [p.grad.flatten() for p in (*(one for layer in layers for one in layer), head)]
 
@@ -146,9 +135,7 @@ def test_loss_and_gradients_are_those_of_dpo_trainer(loss, models, theirs):
     expected.backward()
 
     batch = batch_of(inputs)
-    model, reference = (
-        load_pretrained(folder).eval() for folder in (models.policy, models.reference)
-    )
+    model, reference = (load_pretrained(folder).eval() for folder in (models.policy, models.reference))
     task = task_of(model, loss, numbers)
     batch[2]["reference"] = scores(task, reference, batch)[:, None]
     found = []

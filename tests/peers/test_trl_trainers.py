@@ -1,4 +1,5 @@
-"""Whole losses and every gradient beside TRL's trainers on one batch, in tiny models of four families, with adapters and without."""
+"""Whole losses and every gradient beside TRL's trainers on one batch, in tiny models of four families, with adapters
+and without."""
 
 import copy
 
@@ -93,9 +94,7 @@ def trainer_of(objective, model, place):
         }
         made, more = trl.DPOTrainer, {}
     else:
-        args = trl.GRPOConfig(
-            **given, num_generations=GROUP, max_completion_length=LONGEST, epsilon_high=0.28
-        )
+        args = trl.GRPOConfig(**given, num_generations=GROUP, max_completion_length=LONGEST, epsilon_high=0.28)
         made, more = (
             trl.GRPOTrainer,
             {"reward_funcs": lambda completions, **_: [0.0] * len(completions)},
@@ -128,9 +127,7 @@ def theirs(objective, model, place):
         more["mismatch_max"] = torch.zeros(2, dtype=torch.float64)
         drawn = [torch.tensor(one.token_ids) for one in answers()]
         ids = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(x) for x in drawn], batch_first=True
-        )
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in drawn], batch_first=True)
         old = [torch.tensor(one.logprobs) for one in answers()]
         prompts = torch.tensor([one.prompt_ids for one in answers()])
         trainer.current_gradient_accumulation_steps = 1
@@ -208,7 +205,8 @@ def ours(objective, model, batch, folder, size):
 
 
 def assert_equal_gradients(found, expected, exact):
-    """Theirs are ours to 1e-5 of each tensor's norm, or to four times what ours lose between FP64 and FP32; none is zero.
+    """Theirs are ours to 1e-5 of each tensor's norm, or to four times what ours lose between FP64 and FP32; none is
+    zero.
 
     Sums that nearly cancel are measured by a hundredth of the largest tensor's norm.
     """
@@ -229,11 +227,7 @@ def test_adapters_learn_as_with_trl_and_peft(objective, adapted, folder, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(folder)
     other = peft.PeftModel.from_pretrained(base, place / "factors", is_trainable=True)
     expected, batch = theirs(objective, other, tmp_path)
-    grads = {
-        name.replace(".default.", "."): p.grad
-        for name, p in other.named_parameters()
-        if p.requires_grad
-    }
+    grads = {name.replace(".default.", "."): p.grad for name, p in other.named_parameters() if p.requires_grad}
     in_fp64 = copy.deepcopy(model).double()
     ours(objective, in_fp64, batch, folder, 1)
     exact, _ = in_common(in_fp64, grads, place)

@@ -87,10 +87,7 @@ def test_the_engine_accepts_what_is_offered_and_nothing_else(case):
     model, cluster = planned_model(config), find_cluster("h100x8")
     ways = servings(model, cluster, Serving(model.sizes, cluster, 8, 100, 1, 1))
     assert {(way.tp_degree, way.route_degree) for way in ways} == {
-        (tp, route)
-        for tp in TENSOR_DEGREES
-        for route in TENSOR_DEGREES
-        if _is_served(config, tp, route)
+        (tp, route) for tp in TENSOR_DEGREES for route in TENSOR_DEGREES if _is_served(config, tp, route)
     }
 
 

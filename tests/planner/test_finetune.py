@@ -73,8 +73,7 @@ def test_a_resting_base_has_no_gradients_and_few_bytes(folder):
     assert lora.gradients_bytes < 0.2 * full.gradients_bytes
     assert lora.optimizer_bytes < 0.2 * full.optimizer_bytes
     weights = [
-        held(folder, finetune="lora", base=base).weights_bytes
-        for base in ("float32", "bfloat16", "int8", "int4")
+        held(folder, finetune="lora", base=base).weights_bytes for base in ("float32", "bfloat16", "int8", "int4")
     ]
     assert weights == sorted(weights, reverse=True) and weights[0] > 2 * weights[-1]
 
@@ -91,8 +90,7 @@ def test_adapters_save_the_gradients_of_weights_and_cost_launches(checkpointing,
     )
     layout = RankLayout(64, route_degree=8, checkpointing=checkpointing)
     whole, resting, rounded = (
-        raw_step(problem.sizes, layout, problem.work, problem.cluster)
-        for problem in (full, lora, packed)
+        raw_step(problem.sizes, layout, problem.work, problem.cluster) for problem in (full, lora, packed)
     )
     assert resting.grouped_s == pytest.approx(ratio * whole.grouped_s)
     assert resting.dense_s < whole.dense_s and resting.gathers_s < whole.gathers_s
@@ -103,8 +101,7 @@ def test_adapters_save_the_gradients_of_weights_and_cost_launches(checkpointing,
 
 def test_hours_are_of_text():
     whole, half = (
-        em.plan("qwen3-30b", cluster="h100x8", finetune="lora", tokens=1e7, filled=filled)
-        for filled in (1.0, 0.5)
+        em.plan("qwen3-30b", cluster="h100x8", finetune="lora", tokens=1e7, filled=filled) for filled in (1.0, 0.5)
     )
     assert half.train_s == pytest.approx(2 * whole.train_s)
     assert "hours (" in whole.text()

@@ -46,9 +46,7 @@ def test_a_step_is_never_shorter_than_its_network(cluster):
 
 def test_what_one_communication_hides_under_no_other_does():
     work = Workload(4096, imbalance=IMBALANCE)
-    problem = Problem(
-        planned_model("deepseek-v3").sizes, find_cluster("h100x4096"), work, 8192, Efficiency()
-    )
+    problem = Problem(planned_model("deepseek-v3").sizes, find_cluster("h100x4096"), work, 8192, Efficiency())
     layout = replace(next(iter(layouts(problem))), route_degree=64, micro_batch=2, overlap_degree=4)
     raw, e = raw_step(problem.sizes, layout, work, problem.cluster), Efficiency()
     found = step_seconds(raw, e)

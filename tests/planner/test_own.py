@@ -42,11 +42,7 @@ def written(tmp_path):
 
 def test_own_rows_move_the_constants_towards_them(written):
     usual = fit_with(())
-    slow = own_points(
-        written(
-            "".join(ROW.format(name=f"a{n}", model="qwen3-30b", measured=3000) for n in range(3))
-        )
-    )
+    slow = own_points(written("".join(ROW.format(name=f"a{n}", model="qwen3-30b", measured=3000) for n in range(3))))
     found = fit_with(slow)
 
     def error(efficiency):
@@ -58,9 +54,7 @@ def test_own_rows_move_the_constants_towards_them(written):
 
 
 def test_own_rows_take_recipes_and_change_plans(written, capsys):
-    path = written(
-        ROW.format(name="mine", model="gpt-moe-1b", measured=1000).replace("ep = 8", "ep = 1")
-    )
+    path = written(ROW.format(name="mine", model="gpt-moe-1b", measured=1000).replace("ep = 8", "ep = 1"))
     assert own_points(path)[0].sizes.num_parameters == 986_258_688
     words = ["plan", "gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "131072"]
     assert front.main(words) == 0

@@ -59,9 +59,7 @@ def test_flags_make_the_layout(found):
     words = " ".join([found.model.words, *found.flags]).split()
     config = parse_run_config(words).config
     layout, parallel = found.best.layout, config.parallel
-    assert config.train.batch_size * config.data.seq_len == layout.tokens_per_step(
-        config.data.seq_len
-    )
+    assert config.train.batch_size * config.data.seq_len == layout.tokens_per_step(config.data.seq_len)
     assert config.train.samples_per_pass == layout.dp_degree * layout.micro_batch
     assert (parallel.tp_degree, parallel.dp_replicate_degree) == (
         layout.tp_degree,
@@ -99,10 +97,7 @@ def test_the_text_has_every_part(found):
 
 
 def test_goals_do_what_they_say():
-    of = {
-        g: em.plan("gpt-1.3b-moe128", cluster="a100-40x64", goal=g).best
-        for g in ("throughput", "memory")
-    }
+    of = {g: em.plan("gpt-1.3b-moe128", cluster="a100-40x64", goal=g).best for g in ("throughput", "memory")}
     assert of["memory"].memory.device_bytes < of["throughput"].memory.device_bytes
     assert of["memory"].seconds.total_s > of["throughput"].seconds.total_s
 
@@ -407,9 +402,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "another"])
-@pytest.mark.parametrize(
-    "change", [{"hidden_size": -64}, {"num_attention_heads": "8"}, {"num_experts_per_tok": 9}]
-)
+@pytest.mark.parametrize("change", [{"hidden_size": -64}, {"num_attention_heads": "8"}, {"num_experts_per_tok": 9}])
 def test_an_impossible_size_is_named_as_the_hub_does(kind, change, tmp_path, capsys):
     hub = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000, "num_attention_heads": 8}
     hub |= {"intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -426,9 +419,7 @@ def test_what_fits_nowhere_says_what_would(capsys):
     said = capsys.readouterr().err
     remedy = said.rpartition("it would fit on ")[2].split()[0]
     assert int(remedy) > 16
-    assert em.plan(
-        "deepseek-v3", cluster=f"h100x{remedy}", tokens_per_batch=4096 * int(remedy)
-    ).candidates
+    assert em.plan("deepseek-v3", cluster=f"h100x{remedy}", tokens_per_batch=4096 * int(remedy)).candidates
 
 
 HYBRIDS = {
@@ -485,9 +476,7 @@ def test_what_is_counted_is_not_refused(plain, tmp_path):
     assert any("vision_config" in guess for guess in found.guesses) == ("vision_config" in plain)
 
 
-@pytest.mark.parametrize(
-    "cluster", ["h100x24", "h100x40", "h100x56", "h100x72", "h100x96", "gb200x72", "gb300x144"]
-)
+@pytest.mark.parametrize("cluster", ["h100x24", "h100x40", "h100x56", "h100x72", "h100x96", "gb200x72", "gb300x144"])
 def test_a_guessed_batch_is_one_that_the_ranks_divide(cluster):
     found = em.plan("qwen3-30b", cluster=cluster)
     assert found.problem.batch % found.problem.cluster.num_gpus == 0
@@ -561,9 +550,7 @@ def test_options_of_a_recipe_are_set(capsys):
 def test_a_plan_needs_no_torch():
     code = "import sys, expertmesh as em\nprint(em.plan('gpt-moe-1b', cluster='h100x8').text())\n"
     code += "assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
 

@@ -67,16 +67,14 @@ def test_the_page_is_written_before_the_screen(tmp_path):
 
 
 def test_names_are_no_markup():
-    text = plot(
-        Axis("<b>", 1, 10, True), Axis("y", 0, 1), [Dot(2, 0.5, "<i>&")], label='"a" < b'
-    ) + bars([("<u>", [("<s>", 1.0)])], unit="<q>", label="l")
+    text = plot(Axis("<b>", 1, 10, True), Axis("y", 0, 1), [Dot(2, 0.5, "<i>&")], label='"a" < b') + bars(
+        [("<u>", [("<s>", 1.0)])], unit="<q>", label="l"
+    )
     assert parsed(text).count("svg") == 2
     assert not re.search(r"<(b|i|u|s|q)\b", text)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "is_log"), [(1, 1e6, True), (3, 3, False), (0, 7, False), (2, 9, True)]
-)
+@pytest.mark.parametrize(("low", "high", "is_log"), [(1, 1e6, True), (3, 3, False), (0, 7, False), (2, 9, True)])
 def test_axes_have_ticks_inside(low, high, is_log):
     axis = Axis.of("x", [low, high], is_log=is_log)
     assert all(axis.low <= tick <= axis.high for tick in axis.ticks())

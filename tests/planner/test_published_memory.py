@@ -1,4 +1,5 @@
-"""Every published run ran: by the model of memory it fits its own device, and what a row recomputes or keeps makes it so."""
+"""Every published run ran: by the model of memory it fits its own device, and what a row recomputes or keeps makes it
+so."""
 
 from dataclasses import replace
 
@@ -41,10 +42,7 @@ def test_types_of_gradients_and_moments_are_counted():
 @pytest.mark.parametrize("part", ["layernorm", "moe_act", "mla_up_proj", "mlp"])
 def test_what_is_recomputed_is_not_kept(part):
     point = of("v3-original")
-    none, some = (
-        live(replace(point, layout=replace(point.layout, recomputed=parts)))
-        for parts in ((), (part,))
-    )
+    none, some = (live(replace(point, layout=replace(point.layout, recomputed=parts))) for parts in ((), (part,)))
     assert some < none
 
 

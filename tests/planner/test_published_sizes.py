@@ -1,4 +1,5 @@
-"""Parameters of published models, to the parameter, and what is said of folders whose sizes are read from config.json alone."""
+"""Parameters of published models, to the parameter, and what is said of folders whose sizes are read from config.json
+alone."""
 
 import json
 import tomllib
@@ -14,9 +15,7 @@ from expertmesh.planner.plan import plan
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import serve_plan
 
-ROWS = tomllib.loads(files("expertmesh.planner").joinpath("published.toml").read_text("utf-8"))[
-    "models"
-]
+ROWS = tomllib.loads(files("expertmesh.planner").joinpath("published.toml").read_text("utf-8"))["models"]
 OF_HUB = [name for name, row in ROWS.items() if "model_type" in row]
 
 

@@ -24,9 +24,7 @@ QWEN = Serving(published_models()["qwen3-30b"], find_cluster("h100x8"), 64, 4096
 def test_one_token_reads_its_active_weights_once():
     alone = replace(QWEN, cluster=find_cluster("h100x1"), batch=1, context=1, route_degree=1)
     sizes = alone.sizes
-    read = 2 * (
-        sizes.active_parameters - sizes.dim * sizes.vocab_size
-    )  # the embedding is looked up
+    read = 2 * (sizes.active_parameters - sizes.dim * sizes.vocab_size)  # the embedding is looked up
     expected = read / alone.cluster.device.read_bytes_per_s
     assert alone.seconds.weights_s == pytest.approx(expected, rel=2e-2)
     assert alone.seconds.exchange_s == alone.seconds.tensor_s == 0
@@ -48,7 +46,8 @@ def test_one_sequence_chooses_the_experts_of_one_token():
 
 
 def test_keys_and_values_are_counted_once_for_each_head():
-    """Grouped heads are shared out over tensor-parallel devices as far as there are some; latents are on each of them."""
+    """Grouped heads are shared out over tensor-parallel devices as far as there are some; latents are on each of
+    them."""
     per_token = 48 * 2 * 4 * 128 * 2
     assert QWEN.cache_held_bytes == 8 * 4096 * per_token
     for tp, part in ((2, 2), (4, 4), (8, 4)):
@@ -136,8 +135,8 @@ def test_weights_have_the_bytes_of_their_format(name):
         ({"quant_method": "awq", "bits": 4}, Weights.all("int4")),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, Weights.all("int8")),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, Weights.all("nvfp4")),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, Weights.all("int4")),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}, Weights.all("fp8")),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, Weights.all("int4")),  # noqa: E501
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}, Weights.all("fp8")),  # noqa: E501
         ({"quant_method": "new"}, None),
         ({"bits": 4}, None),
         (None, None),
@@ -177,9 +176,7 @@ def test_experts_without_a_slot_are_fetched():
 
 
 def test_copies_let_devices_share_experts_that_they_do_not_divide():
-    ways = serve_plan(
-        "deepseek-v3", cluster="h200x72", batch=72, context=4096, num_redundant_experts=32
-    ).ways
+    ways = serve_plan("deepseek-v3", cluster="h200x72", batch=72, context=4096, num_redundant_experts=32).ways
     assert 72 in {way.route_degree for way in ways}
     plain = serve_plan("deepseek-v3", cluster="h200x72", batch=72, context=4096).ways
     assert all(256 % way.route_degree == 0 or 2048 % (way.route_degree // 8) == 0 for way in plain)
@@ -194,9 +191,7 @@ def test_devices_that_do_not_divide_experts_cost_no_slices(devices):
     sizes = published_models()["deepseek-v3"]
     times = {}
     for number in (devices, 1 << (devices - 1).bit_length()):
-        way = Serving(
-            sizes, find_cluster(f"h100x{number}"), 64 * number, 4096, 1, number, fused=True
-        )
+        way = Serving(sizes, find_cluster(f"h100x{number}"), 64 * number, 4096, 1, number, fused=True)
         times[number] = way.seconds.exchange_s
         for block in way.sizes.blocks:
             assert way.experts_here(block) == -(-block.num_experts // number)

@@ -98,11 +98,7 @@ def test_a_question_is_in_one_file_and_a_worse_answer_is_broken_off(first, place
         path.stem: list(map(json.loads, path.read_text().splitlines()))
         for path in (place / "runs/chat/data").glob("*.jsonl")
     }
-    asked = [
-        one.get("messages", one.get("prompt"))[0]["content"]
-        for records in files.values()
-        for one in records
-    ]
+    asked = [one.get("messages", one.get("prompt"))[0]["content"] for records in files.values() for one in records]
     assert set(files) == {"chats", "pairs", "prompts", "heldout"} and all(files.values())
     assert len(asked) == len(set(asked))
     for one in files["pairs"]:

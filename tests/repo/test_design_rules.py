@@ -26,14 +26,13 @@ MOST_KERNEL_LINES = 150
 MOST_PATCHES = 51
 WAYS_TO_PATCH = ("monkeypatch.setattr", "mock.patch", "mock.patch.object", "patch", "patch.object")
 LAST_WORDS_OF_PATCHES = {way.rpartition(".")[2] for way in WAYS_TO_PATCH}
-CATCH_ALL_NAMES = re.compile(
-    r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)"
-)
+CATCH_ALL_NAMES = re.compile(r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".cfg", ".json", ""}
 
 
 class Facts(NamedTuple):
-    """What the rules look at in a file; its tree is not kept, or every later collection of garbage would look through it."""
+    """What the rules look at in a file; its tree is not kept, or every later collection of garbage would look through
+    it."""
 
     functions: list[tuple[str, int]]
     """Names and numbers of lines."""
@@ -103,9 +102,7 @@ def test_lines_of_the_kernels_in_c_are_short():
     files = [*SOURCE.rglob("*.[ch]")]
     assert files, "no file found: the test looks in the wrong place"
     lines = {path: path.read_text().splitlines() for path in files}
-    assert [
-        relative(path) for path, own in lines.items() if max(map(len, own)) > LONGEST_LINE_OF_C
-    ] == []
+    assert [relative(path) for path, own in lines.items() if max(map(len, own)) > LONGEST_LINE_OF_C] == []
 
 
 def test_functions_are_short():
@@ -134,7 +131,8 @@ def test_only_families_know_their_models():
 
 
 def test_few_tests_replace_what_they_test():
-    """Seams, arguments and fakes that are passed in say more than attributes that are replaced behind the code's back."""
+    """Seams, arguments and fakes that are passed in say more than attributes that are replaced behind the code's
+    back."""
     paths = (ROOT / "tests").rglob("*.py")
     assert 0 < sum(facts_of(path).patches for path in paths) <= MOST_PATCHES
 
@@ -146,9 +144,7 @@ def test_test_files_have_unique_names_in_their_folder_tree():
 
 
 def run_python(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 TORCH_FREE = """
@@ -201,11 +197,7 @@ def test_no_registry_hosts_and_no_machine_paths():
 
 def test_constraints_are_exact_and_complete():
     """Everything that `make` installs is pinned: names and versions only."""
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
-    ]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), lines
     pinned = {normal(line.split("==")[0]) for line in lines}
     extras = project()["optional-dependencies"].values()
@@ -283,11 +275,7 @@ def test_letters_of_shapes_are_in_the_legend():
     cells = re.findall(r"^\| ([A-Za-z](?:, [A-Za-z])*) \|", legend, re.MULTILINE)
     known = {letter for cell in cells for letter in cell.split(", ")}
     assert {"T", "d", "U"} <= known, "the legend was not found"
-    unknown = {
-        f"{path}: {name}"
-        for path, name, shape in shape_suffixes()
-        if set(shape) - known - set("0123456789")
-    }
+    unknown = {f"{path}: {name}" for path, name, shape in shape_suffixes() if set(shape) - known - set("0123456789")}
     assert unknown == set()
 
 
@@ -317,9 +305,7 @@ def texts_of_messages(path):
 
 def test_messages_name_options_by_fields_that_each_printer_spells():
     names = {name for family in FAMILIES.values() for name in option_names(family.config)}
-    option = (
-        rf"(?<![\w./'\"-])({'|'.join(map(re.escape, sorted(names - {'family'})))})(?![\w/'\"-])"
-    )
+    option = rf"(?<![\w./'\"-])({'|'.join(map(re.escape, sorted(names - {'family'})))})(?![\w/'\"-])"
     found = [
         f"{relative(path)}:{line}: {text}"
         for path in sorted(SOURCE.rglob("*.py"))

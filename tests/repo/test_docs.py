@@ -71,7 +71,8 @@ LEFT_OUT = [one for part, names in PARTS.items() if not (SOURCES / part).is_dir(
 
 
 def test_source_files_that_pages_name_are_there():
-    """With a folder: from the root, or from src/expertmesh. A name alone: of any file. Logs and decisions tell what was."""
+    """With a folder: from the root, or from src/expertmesh. A name alone: of any file. Logs and decisions tell what
+    was."""
     kept = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
     names = {path.name for path in kept}
     missing = [

@@ -10,9 +10,7 @@ PAGES = ("extending.md", "integrations.md", "migrate.md")
 SECTIONS = {
     f"{page}: {title}": text
     for page in PAGES
-    for title, text in re.findall(
-        r"^## (.+?)\n(.*?)(?=^## |\Z)", (DOCS / page).read_text(), re.M | re.S
-    )
+    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (DOCS / page).read_text(), re.M | re.S)
 }
 
 

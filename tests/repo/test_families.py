@@ -56,15 +56,12 @@ def folders_of(family):
 def test_a_family_is_its_folder(family):
     assert {path.stem for path in FAMILIES[family].glob("*.py")} >= FILES
     known = folders_of(family)
-    assert known - (DOORS if family == "gpt" else set()) == {
-        "models" if family == "gpt" else family
-    }
+    assert known - (DOORS if family == "gpt" else set()) == {"models" if family == "gpt" else family}
     others = "|".join(FAMILIES)
     stray = [
         path
         for path in SOURCE.rglob("*.py")
-        if re.search(rf"(^|_)({others})($|_)", path.stem)
-        and path.parent not in {*FAMILIES.values(), OF_THE_HUB}
+        if re.search(rf"(^|_)({others})($|_)", path.stem) and path.parent not in {*FAMILIES.values(), OF_THE_HUB}
     ]
     assert stray == []
 
@@ -77,9 +74,7 @@ def test_two_places_know_the_projections_of_attention(family):
     inside += [models / "attention.py"] if family in ("gpt", "seq2seq") else []
     of_families = {models, *FAMILIES.values()}
     others = [path for path in SOURCE.rglob("*.py") if of_families.isdisjoint(path.parents)]
-    spelled = [
-        path for path in [*inside, *others] if re.search(r"\bqkv(\.|\b *=)", path.read_text())
-    ]
+    spelled = [path for path in [*inside, *others] if re.search(r"\bqkv(\.|\b *=)", path.read_text())]
     assert 0 < len(spelled) <= MOST_PLACES, spelled
 
 

@@ -101,9 +101,7 @@ def test_contracts_hold(tmp_path):
 @pytest.mark.parametrize(("package", "contract"), CASES)
 def test_contract_notices_a_violation(package, contract, tmp_path):
     config = write_contracts(tmp_path)
-    shutil.copytree(
-        ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-    )
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     planted = (VIOLATIONS if package == "expertmesh" else OF_FAMILIES)[contract]
     for name, text in planted.items():
         path = tmp_path / "src" / package / name

@@ -1,4 +1,5 @@
-"""The log of experiments keeps its form: a page per theme; each entry has a question, a result and a decision, in few short lines."""
+"""The log of experiments keeps its form: a page per theme; each entry has a question, a result and a decision, in few
+short lines."""
 
 import re
 from pathlib import Path

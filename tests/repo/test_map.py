@@ -50,13 +50,14 @@ def test_a_part_without_a_room_is_an_error(rooms, tmp_path):
         "checkpoints",
         "planner",
         "C source",
+        "top-k",
+        "DPO",
+        "int4",
     ],
 )
 def test_the_map_answers_where_a_thing_is(rooms, thing):
     answers = [line for line in rooms.PAGE.read_text().splitlines() if line.startswith("| ")]
-    (answer,) = [
-        line for line in answers if thing in line.split("|")[1] and "**" not in line.split("|")[1]
-    ]
+    (answer,) = [line for line in answers if thing in line.split("|")[1] and "**" not in line.split("|")[1]]
     names = [room.name for room in rooms.ROOMS]
     assert answer.split("|")[2].strip() in names
     files = re.findall(r"`([\w/]+(?:\.\w+|/))`", answer.split("|")[3])

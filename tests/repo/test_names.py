@@ -4,6 +4,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 MOST_CLASSES, MOST_FILES = 5, 15
@@ -77,3 +79,32 @@ def test_names_in_two_places_are_found(tmp_path):
         "Item": 2,
         "Order": 2,
     }
+
+
+HOUSE_WORDS = ("told", "way", "theirs", "ahead", "pieces")
+MOST_FILES_OF_A_WORD = 5
+
+
+def files_with_word(source, word):
+    """Files in which a function or an argument has the word as a part of its name."""
+    found = set()
+    for path in python_files(source):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "arg", None) if isinstance(node, ast.arg) else None
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = node.name
+            if word in (name or "").split("_"):
+                found.add(str(path.relative_to(source)))
+    return found
+
+
+@pytest.mark.parametrize("word", HOUSE_WORDS)
+def test_names_are_words_of_the_field(word):
+    found = files_with_word(SOURCE, word)
+    assert len(found) <= MOST_FILES_OF_A_WORD, sorted(found)
+
+
+def test_words_of_the_house_are_found(tmp_path):
+    (tmp_path / "a.py").write_text("def who_is_told(way): ...")
+    (tmp_path / "b.py").write_text("def toll(*, always): told = 1")
+    assert files_with_word(tmp_path, "told") == files_with_word(tmp_path, "way") == {"a.py"}

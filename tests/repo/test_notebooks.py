@@ -1,4 +1,5 @@
-"""Every cell of the notebooks in docs/ runs, one after the other in one namespace, and what was saved with it is what it shows."""
+"""Every cell of the notebooks in docs/ runs, one after the other in one namespace, and what was saved with it is what
+it shows."""
 
 import ast
 import contextlib
@@ -31,7 +32,8 @@ def run(source, names):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_run_and_show_what_was_saved(path, tmp_path, monkeypatch):
-    """Numbers, and so what is drawn, differ between processors: compared is which cells print, and which show a picture."""
+    """Numbers, and so what is drawn, differ between processors: compared is which cells print, and which show a
+    picture."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}

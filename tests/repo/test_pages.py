@@ -1,7 +1,8 @@
 """The code of the README and of all pages in docs/ runs as it stands, from top to bottom, commands with smaller models.
 
-A block that cannot run here says so in the line before it: `<!-- only read: why -->`, whose commands are parsed and described by
-`--dry-run`, or `<!-- not run: why -->`. The Python of docs/parallelism.md runs on two ranks (tests/parallel/test_docs_example.py).
+A block that cannot run here says so in the line before it: `<!-- only read: why -->`, whose commands are parsed and
+described by `--dry-run`, or `<!-- not run: why -->`. The Python of docs/parallelism.md runs on two ranks
+(tests/parallel/test_docs_example.py).
 """
 
 import gzip
@@ -18,10 +19,7 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-]
+PAGES = [str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
 RUN_BY_SECTION = ("docs/extending.md", "docs/integrations.md", "docs/migrate.md")
 ON_TWO_RANKS = "docs/parallelism.md"
 SMALL = ["--train.steps", "2", "--train.dtype", "float32"]
@@ -80,9 +78,7 @@ def folder(tmp_path_factory):
     (place / "web").mkdir()
     with gzip.open(place / "web" / "a.jsonl.gz", "wt") as file:
         file.write("".join(f'{{"text": "page {i}, which is one of many"}}\n' for i in range(400)))
-    (place / "prompts.jsonl").write_text(
-        "".join(f'{{"prompt": "{i} is ", "answer": "{i}"}}\n' for i in range(60))
-    )
+    (place / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i} is ", "answer": "{i}"}}\n' for i in range(60)))
     (place / "rewards.py").write_text(
         "def correct(completions, answer, **kwargs):\n"
         "    return [float(said.strip() == right) for said, right in zip(completions, answer)]\n"
@@ -91,12 +87,8 @@ def folder(tmp_path_factory):
     (place / "models").mkdir()
     for name, lines in (("my_folder/train", 40), ("my_folder/val", 8), ("test", 2)):
         for language, animal in (("en", "dog"), ("de", "Hund")):
-            (place / f"{name}.{language}").write_text(
-                "".join(f"{animal} {i % 7}\n" for i in range(lines))
-            )
-    pairs = "".join(
-        f'{{"prompt": "{i}?", "chosen": "{i * i}", "rejected": "no"}}\n' for i in range(40)
-    )
+            (place / f"{name}.{language}").write_text("".join(f"{animal} {i % 7}\n" for i in range(lines)))
+    pairs = "".join(f'{{"prompt": "{i}?", "chosen": "{i * i}", "rejected": "no"}}\n' for i in range(40))
     (place / "pairs.jsonl").write_text(pairs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
@@ -143,15 +135,11 @@ def test_every_block_has_a_kind_that_runs_or_is_no_code():
     """Commands and Python stand in blocks that say so, not in plain or indented ones."""
     for page in PAGES:
         text = (ROOT / page).read_text()
-        assert {block.kind for block in blocks_of(page)} <= {"", "sh", "python", "yaml", "sql"}, (
-            page
-        )
+        assert {block.kind for block in blocks_of(page)} <= {"", "sh", "python", "yaml", "sql"}, page
         plain = [block.text for block in blocks_of(page) if block.kind == ""]
         fenced = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         plain += re.findall(r"^    .*$", fenced, re.MULTILINE)
-        code = [
-            t for t in plain if re.search(r"^\s*(\S*expertmesh|torchrun|import|from) ", t, re.M)
-        ]
+        code = [t for t in plain if re.search(r"^\s*(\S*expertmesh|torchrun|import|from) ", t, re.M)]
         assert code == [], page
         assert text.count("```") % 2 == 0, page
 
@@ -200,9 +188,5 @@ def test_every_page_is_found_from_the_readme():
         targets = {(page.parent / link).resolve() for link in links if "://" not in link}
         assert all(target.is_file() for target in targets), page
         to_read += targets - found
-    pages = {
-        page
-        for folder in ("", "results", "decisions")
-        for page in (ROOT / "docs" / folder).glob("*.md")
-    }
+    pages = {page for folder in ("", "results", "decisions") for page in (ROOT / "docs" / folder).glob("*.md")}
     assert pages <= found, sorted(p.name for p in pages - found)

@@ -42,9 +42,7 @@ def used():
 
 
 def test_private_names_are_listed_with_their_files():
-    rows = re.findall(
-        r"^\| `(torch\.[^`]+)` \| ([^|]+) \| [^|]{20,} \|$", PAGE.read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(torch\.[^`]+)` \| ([^|]+) \| [^|]{20,} \|$", PAGE.read_text(), re.MULTILINE)
     listed = {name: set(re.findall(r"`([\w/]+\.py)`", files)) for name, files in rows}
     assert len(listed) == len(rows) > 20
     assert listed == used()

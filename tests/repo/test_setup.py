@@ -87,9 +87,7 @@ def test_no_python(folder):
 
 def test_old_python(folder):
     add_python(folder, OLD_PYTHON)
-    check_failure(
-        setup(folder), folder, "Python 3.11 or newer is needed", "python3=3.9.2", "PYTHON="
-    )
+    check_failure(setup(folder), folder, "Python 3.11 or newer is needed", "python3=3.9.2", "PYTHON=")
 
 
 def test_named_python_is_missing(folder):

@@ -1,4 +1,5 @@
-"""The site of docs/: it has every page, its reference every public name, and it is built strictly where mkdocs is installed."""
+"""The site of docs/: it has every page, its reference every public name, and it is built strictly where mkdocs is
+installed."""
 
 import importlib.util
 import re
@@ -57,20 +58,13 @@ def test_nothing_in_the_site_comes_from_elsewhere():
 
 @pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path):
-    if (
-        importlib.util.find_spec("mkdocstrings") is None
-        or importlib.util.find_spec("material") is None
-    ):
+    if importlib.util.find_spec("mkdocstrings") is None or importlib.util.find_spec("material") is None:
         pytest.skip("no mkdocs with material and mkdocstrings (extra docs)")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pages = [*(tmp_path / "site").rglob("*.html")]
     assert len(pages) > 50
     for page in pages:
-        loaded = re.findall(
-            r"<(?:script|link|img)\b[^>]*?(?:src|href)=\"(https?:[^\"]+)", page.read_text()
-        )
+        loaded = re.findall(r"<(?:script|link|img)\b[^>]*?(?:src|href)=\"(https?:[^\"]+)", page.read_text())
         assert loaded == [], page

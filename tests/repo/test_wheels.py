@@ -14,9 +14,7 @@ def wheels():
 def test_pieces_make_the_same_wheels(wheels, tmp_path, capsys):
     source, pieces, target = (tmp_path / name for name in ("source", "pieces", "target"))
     source.mkdir()
-    content = {
-        f"p{n}-1-py3-none-any.whl": random.Random(n).randbytes(70_000 * n) for n in (1, 2, 3)
-    }
+    content = {f"p{n}-1-py3-none-any.whl": random.Random(n).randbytes(70_000 * n) for n in (1, 2, 3)}
     for name, data in content.items():
         (source / name).write_bytes(data)
     wheels.main(["split", str(source), str(pieces), "--megabytes", "0.1"])

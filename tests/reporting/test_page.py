@@ -103,9 +103,7 @@ def test_a_page_holds_what_the_run_recorded(run):
     assert experts["step"] == [step["step"] for step in steps]
     assert experts["sizes"] == [4, 4]
     first = uses[0]["counts"][1]
-    assert [row[0] for row in experts["load"][4:]] == [
-        round(4 * count / sum(first), 3) for count in first
-    ]
+    assert [row[0] for row in experts["load"][4:]] == [round(4 * count / sum(first), 3) for count in first]
     assert experts["dropped"][0][0] == round(uses[0]["dropped"][0] / sum(uses[0]["counts"][0]), 4)
     assert max(map(max, experts["dropped"])) > 0, "the case is one in which rows are dropped"
     shares = [use.get("dropped_by_position", [[0.0]])[1][0] for use in uses]

@@ -56,9 +56,7 @@ def test_a_run_samples_rewards_and_learns(options, rewards, base, tmp_path, caps
     before, after = (em.load(folder).model.state_dict() for folder in (base, tmp_path / "run-run"))
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved and not any("router" in name for name in moved)
-    samples = [
-        json.loads(line) for line in (tmp_path / "run-run/samples.jsonl").read_text().splitlines()
-    ]
+    samples = [json.loads(line) for line in (tmp_path / "run-run/samples.jsonl").read_text().splitlines()]
     assert [one["step"] for one in samples] == [2] * 3 + [4] * 3
     assert len({one["prompt"] for one in samples}) == 2 and "early" in samples[0]
 
@@ -97,9 +95,7 @@ REFERENCES = {
 def test_the_divergence_to_the_beginning_is_added_to_the_loss(form, options):
     """Its first gradient is 0, so that both runs draw the same answers in the second step."""
     more = f"train.dtype float64 train.steps 2 optim.lr 1e-2 {REFERENCES[form]}"
-    plain, held = (
-        trained(options, f"{more} rl.kl-beta {beta}", name=str(beta)) for beta in (0, 0.5)
-    )
+    plain, held = (trained(options, f"{more} rl.kl-beta {beta}", name=str(beta)) for beta in (0, 0.5))
     assert held[0]["kl"] == 0 and held[1]["kl"] > 0 and "kl" not in plain[0]
     assert held[0]["loss"] == plain[0]["loss"] and held[1]["reward"] == plain[1]["reward"]
     assert abs(held[1]["loss"] - plain[1]["loss"] - 0.5 * held[1]["kl"]) < RELATIVE
@@ -336,9 +332,7 @@ def test_rewards_without_a_difference_are_told_once(options, tmp_path, caplog):
     path.write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     trained(options, f"reward.functions {path}:one train.steps 21", name="same")
     trained(options, "train.steps 3", name="other")
-    told = [
-        r.getMessage() for r in caplog.records if "had equal rewards in 20 steps" in r.getMessage()
-    ]
+    told = [r.getMessage() for r in caplog.records if "had equal rewards in 20 steps" in r.getMessage()]
     assert len(told) == 1 and "rl.group" in told[0] and "\n" not in told[0]
 
 

@@ -107,9 +107,7 @@ def test_type_and_device_are_no_options_of_the_training(folders):
 
 
 @pytest.mark.parametrize("processor", ["bfloat16", "float32"])
-def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
-    folders, capsys, monkeypatch, processor
-):
+def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(folders, capsys, monkeypatch, processor):
     """Whatever `auto` would be for a training here; the first line of a verb says so."""
     fastest = Arithmetic("cpu", processor, usual_library(), "auto: asked")
     for place in ("chosen", "fastest"):
@@ -129,7 +127,7 @@ def test_a_folder_computes_in_the_type_of_its_files_on_any_processor(
 
 
 WAYS = {
-    "engine": lambda folder, n: em.Engine(folder).generate([PROMPT], em.SamplingParams(temperature=0, max_tokens=n))[0].text,
+    "engine": lambda folder, n: em.Engine(folder).generate([PROMPT], em.SamplingParams(temperature=0, max_tokens=n))[0].text,  # noqa: E501
     "generate": lambda folder, n: em.generate(*em.load(folder), PROMPT, max_tokens=n, temperature=0),
     "verb": lambda folder, n: main(["generate", str(folder), PROMPT, "--greedy", "--max-tokens", str(n)]),
 }  # fmt: skip
@@ -139,13 +137,9 @@ WAYS = {
 def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, capsys, way):
     """BF16 would differ after some tokens."""
     folder = hub_folder(tmp_path / "hub")
-    theirs, tokenizer = (
-        one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer)
-    )
+    theirs, tokenizer = (one.from_pretrained(folder) for one in (AutoModelForCausalLM, AutoTokenizer))
     given = tokenizer(PROMPT, return_tensors="pt")
-    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[
-        0, given.input_ids.shape[1] :
-    ]
+    ids = theirs.generate(**given, do_sample=False, max_new_tokens=40)[0, given.input_ids.shape[1] :]
     expected = tokenizer.decode(ids, skip_special_tokens=True)
     found = WAYS[way](folder, 40)
     found = capsys.readouterr().out if way == "verb" else found
@@ -155,7 +149,8 @@ def test_greedy_text_of_an_fp32_folder_is_transformers(tmp_path, capsys, way):
 ON_CPU = f"on cpu, kernels {cpu_kernels()}"
 TRAINED = {
     ("float32", None): f"float32 {ON_CPU} (the type of its files)",
-    ("bfloat16", None): f"float32 {ON_CPU} (the type of its files; its training computed in bfloat16, which --dtype bfloat16 would be)",
+    ("bfloat16", None): f"float32 {ON_CPU} (the type of its files; its training computed in bfloat16, which --dtype "
+                        "bfloat16 would be)",
     ("bfloat16", "bfloat16"): f"bfloat16 {ON_CPU} (as asked for)",
 }  # fmt: skip
 
@@ -163,9 +158,7 @@ TRAINED = {
 @pytest.mark.parametrize(("trained", "asked"), TRAINED)
 def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained, asked):
     run = make_run(tmp_path / "run", **{"train.dtype": trained})
-    engine = em.Engine(
-        run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked})
-    )
+    engine = em.Engine(run, num_blocks=8, device="cpu", **({} if asked is None else {"dtype": asked}))
     assert precision_of(engine, str(run)).description == TRAINED[trained, asked]
 
 
@@ -173,9 +166,7 @@ def test_a_server_says_where_training_computed_in_another_type(tmp_path, trained
 def test_a_calibration_says_its_type(folders, tmp_path, capsys, calibrated):
     (tmp_path / "text.txt").write_text("a few words of text " * 200)
     words = ["quantize", str(folders[0]), "--to", str(tmp_path / "to"), "--format", "int8"]
-    assert (
-        main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
-    )
+    assert main([*words, *(["--calibration", str(tmp_path / "text.txt")] if calibrated else [])]) == 0
     assert ("computing in " in capsys.readouterr().err) == calibrated
 
 
@@ -206,7 +197,8 @@ WHO_MAY = {
     # who says in what a trained model computes, beside two that tell what training would
     ("resolve_precision",): {"cli/doctor.py", "cli/train.py"},
     ("Precision.of",): {"runs/open.py"},
-    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of transformers;
+    # who puts tokenizer and model together: those that are given both: em.generate, the engine, lm_eval, models of
+    # transformers;
     # and folders of the hub, whose tokenizer says what the run's prompts begin with
     ("text_format",): {
         *("runs/open.py", "api.py", "engine/engine.py"),
@@ -214,7 +206,7 @@ WHO_MAY = {
         "integrations/hub/save.py",
     },
     # and who begins rows of plain texts with the start tokens of the folder
-    ("told_by_files",): {"runs/open.py", "data/plain_completions.py"},
+    ("options_of_files",): {"runs/open.py", "data/plain_completions.py"},
     ("spread_for_inference",): {"runs/open.py"},
 }
 """Calls by which a model was put together in nine places, and who makes them."""

@@ -115,10 +115,7 @@ def test_the_verb_answers_with_one(folder, adapters, tmp_path, capsys):
     assert PROMPT + text_of(engine, "code") in capsys.readouterr().out
     assert main(["generate", *words, "--adapter", str(tmp_path), PROMPT]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"--adapter {tmp_path}: has no readable adapter_config.json" in error
-        and error.count("\n") == 1
-    )
+    assert f"--adapter {tmp_path}: has no readable adapter_config.json" in error and error.count("\n") == 1
 
 
 def test_adapters_come_and_go_while_the_server_runs(folder, adapters):

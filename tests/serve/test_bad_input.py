@@ -1,4 +1,5 @@
-"""Every kind of bad input, fired between good requests: each is refused by its field, and the good ones never change."""
+"""Every kind of bad input, fired between good requests: each is refused by its field, and the good ones never
+change."""
 
 import asyncio
 import json
@@ -219,9 +220,7 @@ def test_a_million_errors_are_refused_at_the_first(fields):
 def test_only_the_first_errors_of_a_body_are_looked_at():
     one = {"type": "int_type", "loc": ("body", "n"), "msg": "Input should be a number"}
     error = RequestValidationError([one] * 100 + [None], body={"n": "x"})
-    request = Request(
-        {"type": "http", "path": COMPLETE, "headers": [], "server": ("localhost", 80)}
-    )
+    request = Request({"type": "http", "path": COMPLETE, "headers": [], "server": ("localhost", 80)})
     answer = asyncio.run(_on_wrong_body(request, error))
     assert json.loads(answer.body)["error"]["param"] == "n"
 
@@ -283,9 +282,7 @@ def test_tokens_there_and_back(client):
             json={"prompt": prompt, "add_special_tokens": False, "return_token_strs": True},
         ).json()
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-        assert (
-            client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == prompt
-        )
+        assert client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == prompt
     end = {"prompt": "<|endoftext|>", "add_special_tokens": False}
     assert client.post("/tokenize", json=end).json()["tokens"] == [0]
     inside = {"prompt": "a<|endoftext|>", "add_special_tokens": False}

@@ -143,12 +143,8 @@ def test_the_server_gives_what_the_page_reads(server):
         facts = client.get("/tokenizer_info").json()
         assert facts["chat_template"] and facts["model_max_length"] == 512
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-        load = re.findall(
-            r"^expertmesh:expert_tokens_total\{.*", client.get("/metrics").text, re.MULTILINE
-        )
-        assert [re.search(r'[{,]layer="(\d+)"', line).group(1) for line in load] == ["0"] * 4 + [
-            "1"
-        ] * 4
+        load = re.findall(r"^expertmesh:expert_tokens_total\{.*", client.get("/metrics").text, re.MULTILINE)
+        assert [re.search(r'[{,]layer="(\d+)"', line).group(1) for line in load] == ["0"] * 4 + ["1"] * 4
         assert re.search(r'[{,]expert="(\d+)"', load[-1]).group(1) == "3"
         asked = {
             "stream": True,
@@ -157,9 +153,7 @@ def test_the_server_gives_what_the_page_reads(server):
             "top_p": 1,
             "seed": 2**32 - 1,
         }
-        text = client.post(
-            "/v1/completions", json=asked | {"prompt": "import os", "logprobs": 5, "echo": True}
-        )
+        text = client.post("/v1/completions", json=asked | {"prompt": "import os", "logprobs": 5, "echo": True})
         said = [event["choices"][0] for event in events(text.text.splitlines())[0]]
         scores = said[0]["logprobs"]
         assert scores["text_offset"][0] == 0 and scores["token_logprobs"][0] is None
@@ -173,9 +167,7 @@ def test_the_server_gives_what_the_page_reads(server):
         )
         said = [event["choices"][0] for event in events(chat.text.splitlines())[0]]
         (one, *_) = said[1]["logprobs"]["content"]
-        assert {"token", "bytes", "logprob", "top_logprobs"} <= set(one) and said[1][
-            "routed_experts"
-        ]
+        assert {"token", "bytes", "logprob", "top_logprobs"} <= set(one) and said[1]["routed_experts"]
 
 
 @pytest.fixture(scope="module")
@@ -264,9 +256,7 @@ def test_bars_light_their_tokens_and_tokens_their_bars(page):
     slider.focus()
     for expert in range(4):
         said = page.locator("#readout").inner_text()
-        found = re.fullmatch(
-            r"Expert (\d): (\d+) of (\d+) tokens \([\d.]+\s%\), the first pick for \d+\.", said
-        )
+        found = re.fullmatch(r"Expert (\d): (\d+) of (\d+) tokens \([\d.]+\s%\), the first pick for \d+\.", said)
         assert found and slider.get_attribute("aria-valuetext") == said
         assert (int(found[1]), int(found[3])) == (expert, num_read)
         assert page.locator("#text .token.lit").count() == int(found[2])
@@ -283,9 +273,7 @@ def test_bars_light_their_tokens_and_tokens_their_bars(page):
     tokens.nth(5).hover()
     assert page.locator(".token.chosen").get_attribute("data-index") == "5"
     tokens.nth(1).focus()
-    assert (
-        page.locator("#bars i.lit").count() == 2 and page.locator("#text .token.lit").count() == 0
-    )
+    assert page.locator("#bars i.lit").count() == 2 and page.locator("#text .token.lit").count() == 0
     page.locator("#numbers").check()
     shown = page.evaluate("getComputedStyle(tokens[1].element, '::after').content")
     assert shown == f'"{page.evaluate("tokens[1].experts[1][0]")}"'
@@ -376,9 +364,7 @@ def test_thoughts_and_calls_stand_apart_and_are_text(page):
         {"tool_calls": [call]},
         {"tool_calls": [{"index": 0, "function": {"arguments": ' "<i>"}'}}]},
     ]
-    choices = [
-        {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-    ]
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
     for choice, text in zip(choices[1:4], (THOUGHT, "more", "<b>so</b>"), strict=True):
         one = {"token": text, "bytes": list(text.encode()), "logprob": -0.1, "top_logprobs": []}
         choice["logprobs"] = {"content": [one]}

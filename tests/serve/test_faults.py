@@ -1,4 +1,5 @@
-"""What happens when clients leave, dawdle or flood, when signals come, when disks are full, and when the engine fails."""
+"""What happens when clients leave, dawdle or flood, when signals come, when disks are full, and when the engine
+fails."""
 
 import asyncio
 import contextlib
@@ -258,7 +259,10 @@ def test_wrong_options_are_refused_in_one_line(folder, capsys, tmp_path):
             (["--port", port], f"--port {port}: cannot be listened on"),
             (
                 ["--host", "0.0.0.0"],
-                "--host 0.0.0.0: is reached by other machines, and there is no key; give --api-key-file or set EXPERTMESH_API_KEY, or",
+                (
+                    "--host 0.0.0.0: is reached by other machines, and there is no key; give --api-key-file or set "
+                    "EXPERTMESH_API_KEY, or"
+                ),
             ),
             (
                 ["--without-key", "--api-key-file", "keys"],

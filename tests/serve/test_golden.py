@@ -1,4 +1,5 @@
-"""Whole transcripts, byte for byte but for ids, times and numbers of the model: what a client may rely on in the protocol.
+"""Whole transcripts, byte for byte but for ids, times and numbers of the model: what a client may rely on in the
+protocol.
 
 `python -m tests.serve.test_golden` writes them anew, after a change that is meant.
 """
@@ -27,7 +28,7 @@ CALLS = {
     ),
     "conversation": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "def"}], "max_tokens": 1, "seed": 1, "logprobs": True, "top_logprobs": 1},
+        {"messages": [{"role": "user", "content": "def"}], "max_tokens": 1, "seed": 1, "logprobs": True, "top_logprobs": 1},  # noqa: E501
     ),
     "conversation as a stream": (
         "/v1/chat/completions",
@@ -37,7 +38,7 @@ CALLS = {
     "text of tokens": ("/detokenize", {"tokens": [5, 6]}),
     "an error": ("/v1/completions", {"prompt": "def", "n": 0}),
     "a model that is not there": ("/v1/completions", {"prompt": "def", "model": "gpt-5"}),
-    "a field that is refused": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
+    "a field that is refused": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),  # noqa: E501
     "health": ("/health", None),
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""HTTP as few clients speak it: HEAD, whole addresses, wrong chunks, two lengths, half a head, and bodies that are no JSON."""
+"""HTTP as few clients speak it: HEAD, whole addresses, wrong chunks, two lengths, half a head, and bodies that are no
+JSON."""
 
 import gzip
 import json
@@ -119,7 +120,7 @@ BODIES = {
     "/v1/messages/count_tokens": b'{"messages": [{"role": "user", "content": "a"}], %s}',
 }
 NO_VALUES = {
-    b"NaN": "number", b"-Infinity": "number", b"1e999": "number", b'"\\ud800"': "half a character", b'{"\\uDFFF": 1}': "half a character",
+    b"NaN": "number", b"-Infinity": "number", b"1e999": "number", b'"\\ud800"': "half a character", b'{"\\uDFFF": 1}': "half a character",  # noqa: E501
 }  # fmt: skip
 FIELDS = {
     b'"metadata": {"a": [%s]}': "metadata",

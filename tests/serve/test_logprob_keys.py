@@ -32,10 +32,7 @@ def ids_of(data):
 
 def logprobs(ids, tops, *, as_ids=False):
     """The field `logprobs` of an answer of these tokens."""
-    entries = tuple(
-        Logprob(token, dict(top).get(token, -2.5), top)
-        for token, top in zip(ids, tops, strict=True)
-    )
+    entries = tuple(Logprob(token, dict(top).get(token, -2.5), top) for token, top in zip(ids, tops, strict=True))
     output = RequestOutput("0", 0, (5,), tuple(ids), "", "length", logprobs=entries)
     texts = TokenTexts(TOKENIZER, as_ids=as_ids)
     job = Job([[5]], [], [SamplingParams()])

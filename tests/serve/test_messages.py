@@ -15,7 +15,7 @@ ASKED = {"model": "tiny", "max_tokens": 6, "messages": SAID, "temperature": 0}
 WEATHER = {
     "name": "weather",
     "description": "Weather of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False},
+    "input_schema": {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False},  # noqa: E501
 }  # fmt: skip
 
 
@@ -50,9 +50,7 @@ def test_an_answer_is_that_of_a_chat_completion(server):
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
     used = answer["usage"]
     assert used["input_tokens"] + used["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
-    counted = post(
-        server, "messages/count_tokens", system="Be brief", max_tokens=None, temperature=None
-    )
+    counted = post(server, "messages/count_tokens", system="Be brief", max_tokens=None, temperature=None)
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
     same = post(server, "messages/count_tokens", system="Be brief", stream=True, top_p=0.5)
     assert same.json() == counted.json()
@@ -105,11 +103,7 @@ def test_calls_are_blocks(server):
     refused = post(server, **asked | {"messages": history}).json()["error"]["message"]
     assert refused.startswith("messages: have calls of tools, and the model's chat template")
     values = events_of(post(server, **asked, seed=1, stream=True).text)
-    parts = [
-        one["delta"]["partial_json"]
-        for one in values
-        if one.get("delta", {}).get("type") == "input_json_delta"
-    ]
+    parts = [one["delta"]["partial_json"] for one in values if one.get("delta", {}).get("type") == "input_json_delta"]
     assert json.loads("".join(parts).partition("}")[0] + "}") == call["input"]
 
 
@@ -226,11 +220,11 @@ REFUSED = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "developer", "content": "a"}]}, "messages.0.role"),
-    ({"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": "a"}]}, *SAID]}, "messages.0.content.0"),
+    ({"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": "a"}]}, *SAID]}, "messages.0.content.0"),  # noqa: E501
     ({"output_format": {"type": "json_schema"}}, "output_format"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0.type"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}]}, "messages.0.content.0.more"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]}, "messages.0.content.0"),  # noqa: E501
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}]}, "messages.0.content.0.more"),  # noqa: E501
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"stop": ["a"]}, "stop"),
@@ -275,11 +269,7 @@ def test_what_clients_send_passes_and_the_rest_is_refused_in_anthropic_s_shape(s
 )  # fmt: skip
 def test_errors_before_the_reader_have_anthropic_s_shape_too(server, send, status, kind):
     for path in ("messages", "messages/count_tokens"):
-        more = (
-            {"json": send["json"] | {"max_tokens": 6}}
-            if path == "messages" and "json" in send
-            else {}
-        )
+        more = {"json": send["json"] | {"max_tokens": 6}} if path == "messages" and "json" in send else {}
         found = httpx2.post(f"{server.address}/v1/{path}", **send | more)
         assert found.status_code == status, found.text
         assert found.json()["error"]["type"] == kind and found.json()["type"] == "error"

@@ -116,9 +116,7 @@ def test_tokens_of_prompts_are_computed_or_found(folder):
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     outputs = [engine.generate([1, 2, 3] * 3, params)[0] for _ in range(2)]
     text, _ = Metrics(engine, "tiny").text()
-    found = re.findall(
-        r'^expertmesh:prompt_tokens_by_source_total.*source="(.*)"} (\S+)$', text, re.M
-    )
+    found = re.findall(r'^expertmesh:prompt_tokens_by_source_total.*source="(.*)"} (\S+)$', text, re.M)
     cached = outputs[1].num_cached_tokens
     assert cached == 8
     assert dict(found) == {"local_compute": f"{18 - cached}.0", "local_cache_hit": f"{cached}.0"}
@@ -136,8 +134,6 @@ def test_the_page_of_documentation_names_what_is_there(server):
     }
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
-    there = set(
-        re.findall(r"^# TYPE (?:expertmesh:)?(\S+) (?:gauge|counter|histogram)", text, re.M)
-    )
+    there = set(re.findall(r"^# TYPE (?:expertmesh:)?(\S+) (?:gauge|counter|histogram)", text, re.M))
     there = {name for name in there if not name.endswith("_created")}
     assert named == there

@@ -39,9 +39,7 @@ def test_a_completion_is_what_the_engine_answers(client, engine, prompt):
     outputs = engine.generate(prompt, params)
     assert [choice.index for choice in found.choices] == list(range(len(outputs)))
     assert [choice.text for choice in found.choices] == [one.text for one in outputs]
-    assert [choice.finish_reason for choice in found.choices] == [
-        one.finish_reason for one in outputs
-    ]
+    assert [choice.finish_reason for choice in found.choices] == [one.finish_reason for one in outputs]
     for choice, one in zip(found.choices, outputs, strict=True):
         assert choice.logprobs.token_logprobs == [entry.logprob for entry in one.logprobs]
     assert found.usage.completion_tokens == sum(len(one.token_ids) for one in outputs)
@@ -69,9 +67,7 @@ def test_a_stream_joined_is_the_whole(client):
             ends[choice.index] = choice.finish_reason
         usage = event.usage or usage
     assert [texts[i] for i in range(4)] == [choice.text for choice in whole.choices]
-    assert [tokens[i] for i in range(4)] == [
-        choice.logprobs.token_logprobs for choice in whole.choices
-    ]
+    assert [tokens[i] for i in range(4)] == [choice.logprobs.token_logprobs for choice in whole.choices]
     assert [ends[i] for i in range(4)] == [choice.finish_reason for choice in whole.choices]
     counted = (usage.prompt_tokens, usage.completion_tokens)
     assert counted == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
@@ -81,18 +77,14 @@ def test_echo_has_the_prompt_and_its_logprobs(client, engine):
     found = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=3, temperature=0, echo=True, logprobs=2
     ).choices[0]
-    (one,) = engine.generate(
-        PROMPT, em.SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2)
-    )
+    (one,) = engine.generate(PROMPT, em.SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2))
     assert found.text == PROMPT + one.text
     scores = [None, *(entry.logprob for entry in one.prompt_logprobs[1:] + one.logprobs)]
     assert found.logprobs.token_logprobs == scores
     for score, top in zip(scores[1:], found.logprobs.top_logprobs[1:], strict=True):
         assert score in top.values()  # greedy is told from these by equality
     assert found.logprobs.text_offset[0] == 0 and len(found.logprobs.text_offset) == len(scores)
-    only = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=0, temperature=0, echo=True, logprobs=2
-    )
+    only = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, temperature=0, echo=True, logprobs=2)
     assert only.choices[0].text == PROMPT and only.usage.completion_tokens == 0
     assert only.choices[0].logprobs.token_logprobs == scores[: len(one.prompt_ids)]
 
@@ -121,9 +113,7 @@ def test_async_streams_side_by_side_are_those_alone(server, client):
         return "".join([event.choices[0].text async for event in stream])
 
     async def all_of_them():
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.address}/v1", api_key="none", max_retries=0
-        ) as asynchronous:
+        async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as asynchronous:
             return await asyncio.gather(*(one(asynchronous, seed) for seed in range(8)))
 
     texts = asyncio.run(all_of_them())

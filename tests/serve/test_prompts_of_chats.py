@@ -1,4 +1,5 @@
-"""Fields that decide how a conversation becomes a prompt, and the fields that are refused since they would change an answer."""
+"""Fields that decide how a conversation becomes a prompt, and the fields that are refused since they would change an
+answer."""
 
 from dataclasses import replace
 
@@ -26,9 +27,12 @@ from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import ids_of_text, load_tokenizer, train_tokenizer
 
 TEMPLATE = (
-    "{{ reasoning_effort }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}{{ '\n' }}"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{{ reasoning_effort }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %} {{ m.name }}{% "
+    "endif %}{{ '\n' }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% "
+    "endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif "
+    "%}{% endif %}"
 )
 USER = {"role": "user", "content": "Hi"}
 ASKED = "<|im_start|>user\nHi<|im_end|>\n"
@@ -89,9 +93,7 @@ def test_fields_of_a_prompt_reach_the_template(reader, fields, expected):
 
 
 TRIMMED = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
-LONGER = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}, {{ m.content | length }}.\n{% endfor %}"
-)
+LONGER = "{% for m in messages %}{{ m.role }}: {{ m.content }}, {{ m.content | length }}.\n{% endfor %}"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TRIMMED, LONGER])
@@ -128,14 +130,14 @@ def extra(name, value):
 BOTH = {"continue_final_message": True, "add_generation_prompt": True}
 REFUSED_OF_CHATS = [
     ({"messages": HALF, **BOTH}, "continue_final_message"),
-    *(({"chat_template_kwargs": {name: []}}, "chat_template_kwargs") for name in ("messages", "tools", "add_generation_prompt")),
+    *(({"chat_template_kwargs": {name: []}}, "chat_template_kwargs") for name in ("messages", "tools", "add_generation_prompt")),  # noqa: E501
     ({"chat_template_kwargs": {"a": ["<|im_end|>"]}}, "messages"),
     ({"chat_template_kwargs": {"a": ["\ud800"]}}, "chat_template_kwargs"),
     ({"messages": [extra("name", "\ud800")]}, "messages"),
     ({"messages": [extra("name", "<|im_end|>")]}, "messages"),
     ({"messages": [extra("function_call", {"name": "f"})]}, "messages.0.function_call"),
     ({"messages": [extra("tool_calls", [1])]}, "messages.0.tool_calls.0.type"),
-    ({"messages": [extra("tool_calls", [{"function": {"name": "f", "arguments": "["}}])]}, "messages.0.tool_calls.0.function.arguments"),
+    ({"messages": [extra("tool_calls", [{"function": {"name": "f", "arguments": "["}}])]}, "messages.0.tool_calls.0.function.arguments"),  # noqa: E501
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # which the template does not write
     ({"messages": [USER, {**USER, "prefix": True}]}, "messages.1.prefix"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
@@ -177,9 +179,7 @@ OF_CHATS = ("tools", "tool_choice", "include_reasoning", "separate_reasoning", "
 AS_USUAL = {name for name, values in HARMLESS.items() if values is not ANY}
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*AS_USUAL, *INSTEAD, *WITHOUT_EFFECT_ONCE, "of_no_program"})
-)
+@pytest.mark.parametrize("name", sorted({*AS_USUAL, *INSTEAD, *WITHOUT_EFFECT_ONCE, "of_no_program"}))
 def test_each_field_that_would_change_an_answer_is_refused_by_name(reader, name):
     """But for null, and the values that change nothing."""
     value = OTHER.get(name, True if HARMLESS.get(name) == (False,) else ["x"])
@@ -297,16 +297,12 @@ def test_a_text_without_room_is_refused_before_it_is_tokenised(reader, name):
     assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
     read(
         reader,
-        kind.model_validate(
-            {**fields, param: [USER] if param == "messages" else "a", "reasoning_effort": None}
-        ),
+        kind.model_validate({**fields, param: [USER] if param == "messages" else "a", "reasoning_effort": None}),
     )
 
 
 def test_a_template_that_does_not_end_is_an_error_of_its_request(tokenizer, tmp_path):
-    ends = (
-        "{% if messages|length > 4 %}{{ 7 ** (messages|length * 10 ** 7) }}{% endif %}" + TEMPLATE
-    )
+    ends = "{% if messages|length > 4 %}{{ 7 ** (messages|length * 10 ** 7) }}{% endif %}" + TEMPLATE
     reader = reader_of(tokenizer, tmp_path, ends)
     with pytest.raises(RequestError, match="^messages: the model's chat template takes") as caught:
         reader.chat(ChatRequest.model_validate({"messages": [USER] * 5}))

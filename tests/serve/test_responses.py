@@ -24,7 +24,7 @@ WEATHER = {
     "type": "function",
     "name": "weather",
     "description": "Weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False},
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False},  # noqa: E501
     "strict": True,
 }  # fmt: skip
 
@@ -53,9 +53,7 @@ def test_an_answer_is_that_of_a_chat_completion(client, server):
 
 def test_a_stream_has_the_events_of_the_types_in_order(client, server):
     whole = client.responses.create(**ASKED)
-    with httpx2.stream(
-        "POST", f"{server.address}/v1/responses", json=ASKED | {"stream": True}
-    ) as answer:
+    with httpx2.stream("POST", f"{server.address}/v1/responses", json=ASKED | {"stream": True}) as answer:
         lines = [line for line in answer.iter_lines() if line]
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     values = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
@@ -93,9 +91,7 @@ def test_calls_and_parsed_answers(client):
     history = [{"role": "user", "content": "a"}, call.model_dump(exclude_none=True), output]
     with pytest.raises(openai.BadRequestError, match="input: have calls of tools, and the model's"):
         client.responses.create(**asked | {"input": history}, tools=[WEATHER], tool_choice="none")
-    events = [
-        *client.responses.create(**asked, tools=[WEATHER], tool_choice="required", stream=True)
-    ]
+    events = [*client.responses.create(**asked, tools=[WEATHER], tool_choice="required", stream=True)]
     kinds = [one.type for one in events]
     assert "response.function_call_arguments.delta" in kinds
     done = next(one for one in events if one.type == "response.function_call_arguments.done")
@@ -260,17 +256,17 @@ REFUSED = [
     ({"tools": [{"type": "function", "name": "a", "defer": 1}]}, "tools.0.defer", "no field"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice.function.name", "none of the tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "only functions"),
-    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"name": "b"}]}}, "tool_choice.allowed_tools.tools.0.function.name", "none of the tools"),
+    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"name": "b"}]}}, "tool_choice.allowed_tools.tools.0.function.name", "none of the tools"),  # noqa: E501
     ({"tools": [WEATHER], "tool_choice": ALLOWED | {"mode": "none"}}, "tool_choice", "auto"),
-    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"more": 1}]}}, "tool_choice.tools.0.more", "no field"),
+    ({"tools": [WEATHER], "tool_choice": ALLOWED | {"tools": [NAMED | {"more": 1}]}}, "tool_choice.tools.0.more", "no field"),  # noqa: E501
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", "'item_reference' is not"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0.type", "only text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0.type", "only text"),  # noqa: E501
     ({"input": [{"role": "user", "content": "a", "more": 1}]}, "input.0.more", "no field"),
-    ({"input": [{"role": "user", "content": "a"}, {"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "input.1.encrypted_content", "another server"),
+    ({"input": [{"role": "user", "content": "a"}, {"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "input.1.encrypted_content", "another server"),  # noqa: E501
     ({"input": []}, "input", "at least 1"),
     ({"input": 3}, "input", "Input should be"),
     ({"text": {"format": {"type": "xml"}}}, "text.format", "with type text"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nope"}}}}, "text.format", "cannot be kept"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nope"}}}}, "text.format", "cannot be kept"),  # noqa: E501
     ({"text": {"more": 1}}, "text.more", "no field"),
     ({"include": ["message.output_text.logprobs"]}, "include", "has logprobs"),
     ({"top_logprobs": 3}, "top_logprobs", "has logprobs"),

@@ -31,9 +31,7 @@ def test_every_answer_has_the_request_s_id_or_one_of_its_own(server, given):
 
 
 def test_streams_and_broken_requests_have_an_id_too(server):
-    with httpx2.stream(
-        "POST", f"{server.address}/v1/completions", json=ASKED | {"stream": True}
-    ) as one:
+    with httpx2.stream("POST", f"{server.address}/v1/completions", json=ASKED | {"stream": True}) as one:
         assert len(one.headers["x-request-id"]) == 32
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as one:
         one.sendall(b"\x16\x03\x01 hello\r\n\r\n")

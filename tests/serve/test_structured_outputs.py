@@ -204,10 +204,7 @@ def test_a_schema_that_is_tried_holds_up_no_other_request(folder):
         async with httpx2.AsyncClient(transport=local, base_url="http://localhost") as client:
             await ask(client, "known", guided_json=SCHEMA)
             engine.answer_rules.trial = Held()
-            held = [
-                asyncio.ensure_future(ask(client, "held", guided_json={"const": i}))
-                for i in range(8)
-            ]
+            held = [asyncio.ensure_future(ask(client, "held", guided_json={"const": i})) for i in range(8)]
             await asyncio.to_thread(is_tried.acquire)
             for _ in range(3):
                 await ask(client, "plain")

@@ -26,7 +26,12 @@ from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import load_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
-CITY = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"], "additionalProperties": False}  # fmt: skip
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -36,7 +41,20 @@ def tool(name, parameters=EMPTY, **more):
 
 TOOLS = [tool("weather", CITY, strict=True), tool("stop")]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-MARKS = ("<|endoftext|>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")  # fmt: skip
+MARKS = (
+    "<|endoftext|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[THINK]",
+    "[/THINK]",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+    "<|return|>",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +110,7 @@ def test_choices_of_tools(readers, choice, callable, must, most):
         fields = {"tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
         job = job_of(reader, **fields)
         text = written(reader, job.prompts[0])
-        assert (
-            '"weather"' in text and '"stop"' in text
-        )  # a prompt is the same whatever may be called
+        assert '"weather"' in text and '"stop"' in text  # a prompt is the same whatever may be called
         body = {"messages": [USER], **fields}
         assert reader.tokenize(TokenizeChat.model_validate(body)) == job.prompts[0]
         assert list(job.make_parser.tools) == callable
@@ -122,9 +138,7 @@ def test_choices_of_tools(readers, choice, callable, must, most):
 def test_tools_where_the_template_writes_none(tmp_path):
     path = tmp_path / "tokenizer.json"
     byte_tokenizer().save(str(path))
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     config = em.recipe("gpt-moe-test").model
     engine = em.Engine(em.GPT(config, seed=0).eval(), load_tokenizer(path), num_blocks=8)
     engine.text = text_format(engine.text.tokenizer, path, model=engine.model)
@@ -150,7 +164,7 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.mode"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools.tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools.tools"),  # noqa: E501
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"verbosity": 1}, "verbosity"),
@@ -171,9 +185,7 @@ def test_parameters_that_are_null_are_none(readers):
     nulls = {"type": None, "properties": None, "required": None, "description": None}
     told = job_of(reader, tools=[tool("a", nulls)], tool_choice="required")
     plain = job_of(reader, tools=[tool("a", {})], tool_choice="required")
-    assert told.make_parser == plain.make_parser and told.make_parser.tools == {
-        "a": {"type": "object"}
-    }
+    assert told.make_parser == plain.make_parser and told.make_parser.tools == {"a": {"type": "object"}}
     assert reader.with_rules(told).guide is None
 
 
@@ -215,9 +227,7 @@ def streamed(reader, job, text, cuts):
                     assert call["function"]["arguments"] == ""
                     calls[call["index"]] = call
                 else:
-                    assert set(call) == {"index", "function"} and set(call["function"]) == {
-                        "arguments"
-                    }
+                    assert set(call) == {"index", "function"} and set(call["function"]) == {"arguments"}
                     known = calls[call["index"]]["function"]
                     known["arguments"] += call["function"]["arguments"]
     assert ids == [*range(len(text))]
@@ -232,7 +242,10 @@ def whole(reader, job, text):
     return choice["message"], choice["finish_reason"]
 
 
-CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n<tool_call>\n{"name": "stop", '
+    '"arguments": {}}\n</tool_call>'
+)
 ANSWERS = [
     (f"<think>\nhm\n</think>\n\nSo:\n{CALLS}", "So:", "hm", ["weather", "stop"]),
     (CALLS, None, "", ["weather", "stop"]),
@@ -326,9 +339,7 @@ def test_thoughts_that_the_prompt_opens_or_closes(readers):
 def ids_of(tokenizer, text):
     """Tokens of a text with special tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, MARKS))})", text)
-    given = [
-        [tokenizer.token_to_id(one)] if one in MARKS else tokenizer.encode(one).ids for one in parts
-    ]
+    given = [[tokenizer.token_to_id(one)] if one in MARKS else tokenizer.encode(one).ids for one in parts]
     return [i for ids in given for i in ids]
 
 
@@ -416,9 +427,7 @@ def caller(tmp_path_factory):
 def test_the_round_trip_of_openais_client(caller):
     asked = {"model": "m", "tools": TOOLS, "temperature": 0, "max_tokens": 400}
     for choice in (NAMED, "required"):
-        found = caller.chat.completions.create(
-            messages=[USER], tool_choice=choice, parallel_tool_calls=False, **asked
-        )
+        found = caller.chat.completions.create(messages=[USER], tool_choice=choice, parallel_tool_calls=False, **asked)
         (one,) = found.choices
         assert one.finish_reason == "tool_calls" and one.message.content is None
         (call,) = one.message.tool_calls
@@ -433,9 +442,7 @@ def test_the_round_trip_of_openais_client(caller):
         assert last.finish_reason == "tool_calls"
         talk = [USER, one.message, {"role": "tool", "tool_call_id": call.id, "content": "dry"}]
         for more in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
-            again = caller.chat.completions.create(
-                messages=talk, **asked | more | {"max_tokens": 3}
-            )
+            again = caller.chat.completions.create(messages=talk, **asked | more | {"max_tokens": 3})
             assert again.choices[0].finish_reason == "length"
             assert isinstance(again.choices[0].message.content, str)
 

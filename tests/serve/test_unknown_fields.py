@@ -61,7 +61,13 @@ def test_an_unknown_field_is_refused_by_name_on_every_path(reader, path):
             read(kind.model_validate({**body, name: value}))
         assert (caught.value.status, caught.value.param) == (400, name)
         assert read(kind.model_validate({**body, name: None})) == plain
-    harmless = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "7", "prediction": {"type": "content", "content": "a"}}  # fmt: skip
+    harmless = {
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "request_id": "7",
+        "prediction": {"type": "content", "content": "a"},
+    }
     assert read(kind.model_validate(body | harmless)) == plain
 
 
@@ -81,7 +87,14 @@ def test_fields_within_fields_are_looked_at(reader, fields, name):
 
 
 def test_fields_within_fields_that_change_nothing_are_taken(reader):
-    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "more": None, "annotations": [], "prompt_cache_breakpoint": {"mode": "explicit"}}  # fmt: skip
+    part = {
+        "type": "text",
+        "text": "hi",
+        "cache_control": {"type": "ephemeral"},
+        "more": None,
+        "annotations": [],
+        "prompt_cache_breakpoint": {"mode": "explicit"},
+    }
     body = {
         "messages": [{"role": "user", "content": [part]}],
         "stream": True,
@@ -91,15 +104,16 @@ def test_fields_within_fields_that_change_nothing_are_taken(reader):
     assert reader.chat(ChatRequest.model_validate(body)) == plain
 
 
-@pytest.mark.parametrize("part", [{"type": "input_text", "text": "hi"}, {"type": "output_text", "text": "hi"}, {"type": "refusal", "refusal": "hi"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "input_text", "text": "hi"}, {"type": "output_text", "text": "hi"}, {"type": "refusal", "refusal": "hi"}],
+)
 def test_texts_of_other_names_are_texts(reader, part):
     said = {"role": "assistant", "content": "hi"}
     plain = reader.chat(ChatRequest.model_validate({"messages": [*SAID, said]}))
     asked = {"messages": [*SAID, {"role": "assistant", "content": [part]}]}
     assert reader.chat(ChatRequest.model_validate(asked)) == plain
-    assert reader.text is not None and plain.prompts == [
-        conversation_ids(reader.text, asked["messages"])
-    ]
+    assert reader.text is not None and plain.prompts == [conversation_ids(reader.text, asked["messages"])]
 
 
 def format_of(kind, **more):
@@ -119,7 +133,7 @@ KEPT = {
     ),
     "text": (format_of("text", schema=None), None),
     "vLLM": ({"structured_outputs": {"json": SCHEMA, "json_object": False, "regex": None}}, SCHEMA),
-    "vLLM's switches": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False, "whitespace_pattern": None}}, SCHEMA),
+    "vLLM's switches": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False, "whitespace_pattern": None}}, SCHEMA),  # noqa: E501
     "vLLM's object": ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, OBJECT),
     "vLLM's list": ({"guided_choice": ["a", "b"]}, ("choice", ("a", "b"))),
     "vLLM's texts": ({"structured_outputs": {"choice": ["a"]}}, ("choice", ("a",))),
@@ -140,9 +154,7 @@ KEPT = {
 def test_a_schema_is_kept_in_every_spelling(reader, name):
     fields, schema = KEPT[name]
     job = reader.completion(CompletionRequest.model_validate({"prompt": "x"} | fields))
-    assert job.params[0].guide == (
-        schema if isinstance(schema, tuple | None) else ("json_schema", schema)
-    )
+    assert job.params[0].guide == (schema if isinstance(schema, tuple | None) else ("json_schema", schema))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Who has Python's lock when: the event loop writes a step out before the next one begins, and is not waited for for ever."""
+"""Who has Python's lock when: the event loop writes a step out before the next one begins, and is not waited for for
+ever."""
 
 import asyncio
 import re

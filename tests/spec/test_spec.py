@@ -1,4 +1,5 @@
-"""The spec of a family says what its models consist of: names, order, shapes, what optimizers and initial weights do with each."""
+"""The spec of a family says what its models consist of: names, order, shapes, what optimizers and initial weights do
+with each."""
 
 import math
 
@@ -45,11 +46,7 @@ CASES = [(name, {}) for name in RECIPES] + [(n, o) for n, many in OPTIONS.items(
 
 def built(recipe, options, *, device="meta"):
     config = RECIPES[recipe]().updated(options)
-    return (
-        find_family(config.family)
-        .open_task(config)
-        .builder.build(device=device, dtype=torch.float32)
-    )
+    return find_family(config.family).open_task(config).builder.build(device=device, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("recipe", "options"), CASES, ids=str)
@@ -85,9 +82,7 @@ def test_optimizers_see_in_modules_what_the_spec_says(recipe, options):
     }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options"), [(n, o) for n, many in OPTIONS.items() for o in many]
-)
+@pytest.mark.parametrize(("recipe", "options"), [(n, o) for n, many in OPTIONS.items() for o in many])
 def test_initial_weights_are_those_of_the_spec(recipe, options):
     model = built(recipe, options, device="cpu")
     for name, p in model.named_parameters():

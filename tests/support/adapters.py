@@ -35,9 +35,7 @@ def shapes_of(config, modules, parameters):
     return found
 
 
-def make_adapter(
-    place, config, *, seed, rank=2, alpha=4, modules=ATTENTION, parameters=EXPERTS, size=0.3, **more
-):
+def make_adapter(place, config, *, seed, rank=2, alpha=4, modules=ATTENTION, parameters=EXPERTS, size=0.3, **more):
     """Write a folder, and return it.
 
     Args:

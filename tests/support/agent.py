@@ -43,8 +43,7 @@ class Agent:
             self._output(life, rank).touch()
         places = [(rank, self.num_ranks, life, self.store.port) for rank in range(self.num_ranks)]
         self.ranks = [
-            the_nursery().start(_live, place, self._output(life, place[0]), function, args)
-            for place in places
+            the_nursery().start(_live, place, self._output(life, place[0]), function, args) for place in places
         ]
 
     def wait(self, *, timeout_s: float, until_one_fails: bool = False) -> list[int | None]:
@@ -67,9 +66,7 @@ class Agent:
             process.kill()
             process.join()
 
-    def run(
-        self, function: Callable[..., int | None], *args: Any, restarts: int, timeout_s: float
-    ) -> list[int | None]:
+    def run(self, function: Callable[..., int | None], *args: Any, restarts: int, timeout_s: float) -> list[int | None]:
         """Live until all ranks end well, starting all anew whenever one does not; exit codes of the last life."""
         while True:
             self.start(function, *args)
@@ -119,6 +116,7 @@ def _live(
 
 
 def hasty_main(words: list[str]) -> int:
-    """The command line of a rank that does not wait long for another to say why it fails, as a killed one never does."""
+    """The command line of a rank that does not wait long for another to say why it fails, as a killed one never
+    does."""
     torchrun._LINGER_S = 0.5
     return main(words)

@@ -8,7 +8,10 @@ _CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-_TOOLS = "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools><|im_end|>\n{% endif %}"
+_TOOLS = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor "
+    "%}\n</tools><|im_end|>\n{% endif %}"
+)
 _EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 _TAGGED = "{{ v if v is string else v | tojson }}"
 
@@ -52,7 +55,8 @@ _DEEPSEEK = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{% if m.tool_calls and m.content is none %}CALLS{% else %}{{ m.content }}{% if m.tool_calls and MIXED %}CALLS{% endif %}"
+    "{% if m.tool_calls and m.content is none %}CALLS{% else %}{{ m.content }}{% if m.tool_calls and MIXED %}CALLS{% "
+    "endif %}"
     "{% endif %}<｜end▁of▁sentence｜>"
     "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>"
     "{% else %}<｜User｜>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
@@ -60,39 +64,44 @@ _DEEPSEEK = (
 _V3 = (
     "<｜tool▁calls▁begin｜>"
     + _EACH
-    + "<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments + '' }}\n```<｜tool▁call▁end｜>"
+    + "<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments + '' }}\n```<｜tool▁call▁end｜>"  # noqa: E501
     "{% if not loop.last %}\n{% endif %}{% endfor %}<｜tool▁calls▁end｜>"
 )
 DEEPSEEK_V3 = _DEEPSEEK.replace("CALLS", _V3).replace("MIXED", "false")
 _V31 = (
     "<｜tool▁calls▁begin｜>"
     + _EACH
-    + "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments + '' }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>"
+    + "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments + '' }}<｜tool▁call▁end｜>{% endfor "
+    "%}<｜tool▁calls▁end｜>"
 )
-DEEPSEEK_V31 = (
-    _DEEPSEEK.replace("CALLS", _V31).replace("MIXED", "true").replace("<think>\n", "<think>")
-)
+DEEPSEEK_V31 = _DEEPSEEK.replace("CALLS", _V31).replace("MIXED", "true").replace("<think>\n", "<think>")
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
     "{% if tools %}<|start|>developer<|message|>namespace functions {% for t in tools %}{{ t.function.name }} = "
     "{{ t.function.parameters | tojson }};\n{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-    "{% if m.content and m.tool_calls %}<|start|>assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% if m.content and m.tool_calls %}<|start|>assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>{% "
+    "endif %}"
     + _EACH
-    + "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>{% endfor %}"
+    + "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson "
+    "}}<|call|>{% endfor %}"
     "{% if not m.tool_calls %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
-    "{% elif m.role == 'tool' %}<|start|>functions.x to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.x to=assistant<|channel|>commentary<|message|>{{ m.content | "
+    "tojson }}<|end|>"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 _MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+    "{% if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content "
+    "}}[/INST]"
     "{% elif m.role == 'assistant' %}"
-    "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content or '' }}CALLS{{ eos_token }}"
-    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content or '' }}CALLS{{ "
+    "eos_token }}"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% "
+    "endif %}"
     '[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
     "{% else %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% endif %}{% endfor %}"
 )
@@ -101,7 +110,8 @@ MISTRAL = _MISTRAL.replace(
     "CALLS",
     "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
     + _NINE
-    + '{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}',
+    + '{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif '
+    "%}",
 )
 MISTRAL_V11 = _MISTRAL.replace(
     "CALLS",
@@ -112,9 +122,8 @@ LLAMA = (
     '{"name": function name, "parameters": dictionary of argument name and its value}.'
     "{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|eot_id|>{% endif %}"
     "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
-    "{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
-    + _EACH
-    + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}'
+    "{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif "
+    "%}" + _EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}'
     "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
@@ -124,19 +133,25 @@ KIMI = (
     "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
     "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
-    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor "
+    "%}<|tool_calls_section_end|>"
     "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 GRANITE = (
     "{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools | tojson }}<|end_of_text|>\n{% endif %}"
     "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>"
-    "{% if m.reasoning_content %}Here is my thought process:\n{{ m.reasoning_content }}\nHere is my response:\n{% endif %}"
+    "{% if m.reasoning_content %}Here is my thought process:\n{{ m.reasoning_content }}\nHere is my response:\n{% "
+    "endif %}"
     "{{ m.content or '' }}{% if m.tool_calls %}<|tool_call|>["
     + _EACH
-    + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}'
+    + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor '
+    "%}]{% endif %}"
     "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
 )
-_LISTED = '[{% for c in m.tool_calls %}{"NAME": "{{ c.function.name }}", "ARGS": {{ c.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}]'
+_LISTED = (
+    '[{% for c in m.tool_calls %}{"NAME": "{{ c.function.name }}", "ARGS": {{ c.function.arguments | tojson '
+    "}}}{% if not loop.last %}, {% endif %}{% endfor %}]"
+)
 _WITHOUT_CALLS = _TOOLS + _CHATML.replace("CALLS", "{% if m.tool_calls %}CALLS{% endif %}")
 
 
@@ -148,12 +163,11 @@ def _json_list(opens, closes, name="name", arguments="arguments"):
 
 _PYTHON = (
     "[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in c.function.arguments | items %}"
-    "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]"
+    "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% "
+    "endfor %}]"
 )
 LFM2 = _WITHOUT_CALLS.replace("CALLS", f"<|tool_call_start|>{_PYTHON}<|tool_call_end|>")
-PYTHONIC = "{# [func_name1(param1=value1), func_name2()] #}" + _WITHOUT_CALLS.replace(
-    "CALLS", _PYTHON
-)
+PYTHONIC = "{# [func_name1(param1=value1), func_name2()] #}" + _WITHOUT_CALLS.replace("CALLS", _PYTHON)
 _DSML = _WITHOUT_CALLS.replace(
     "CALLS",
     "\n\n<｜DSML｜BLOCK>\n"

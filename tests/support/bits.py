@@ -7,7 +7,8 @@ from expertmesh.engine.on_policy import token_logprobs
 
 
 def assert_bits_follow_no_neighbour_and_training_has_them(model, prompts, params, *caches):
-    """Drawn tokens and logprobs are the same alone, together and under other caches, and training computes these logprobs."""
+    """Drawn tokens and logprobs are the same alone, together and under other caches, and training computes these
+    logprobs."""
 
     def drawn_by(prompts, **options):
         each = [params] * len(prompts)  # which keep the seed, as a prompt alone does

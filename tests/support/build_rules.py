@@ -22,7 +22,8 @@ _BULK_STORE = r"cp\.async\.bulk\.tensor\.[45]d\.global"
 _STORED_FROM = r"ttng\.async_tma_copy_local_to_global %\w+\[[^\]]*\] (%\w+)"
 _FETCH = "prefetch.global.L2"
 _ONE_BY_ONE = r"\bst\.shared\.b16|\bcvt\.rn\.bf16\.f32|\bdiv\.full"
-"""What the epilogue of SwiGLU should not do: numbers one by one into shared memory; roundings and divisions by the special unit."""
+"""What the epilogue of SwiGLU should not do: numbers one by one into shared memory; roundings and divisions by the
+special unit."""
 MOST_SPILL_BYTES = 48
 """Per thread, stores and loads together, in the experts' kernels: six registers, outside the main loop."""
 MOST_WEIGHT_GRAD_REGISTERS = 248
@@ -82,7 +83,8 @@ def _check_pipeline(name: str, launch: Launch, build: Build) -> None:
 
 
 def _check_results(name: str, launch: Launch, build: Build) -> None:
-    """How results leave: by descriptor from a buffer that the whole loop keeps, and waited for before the next ones only."""
+    """How results leave: by descriptor from a buffer that the whole loop keeps, and waited for before the next ones
+    only."""
     values, text = launch.values, build.stages["ttgir"]
     stores = len(re.findall(_BULK_STORE, build.assembly))
     assert bool(stores) is values["RAGGED"], f"{name}: {stores} stores by descriptor"
@@ -91,9 +93,7 @@ def _check_results(name: str, launch: Launch, build: Build) -> None:
     # a buffer without a value of its own is kept by the loop: a store is waited for when the next one needs it
     for buffer in set(re.findall(_STORED_FROM, text)):
         assert f"{buffer} = ttg.local_alloc : ()" in text, f"{name}: a store is waited for at once"
-    assert build.shared_bytes <= _needed(launch, build.target) + SHARED_BYTES_KEPT, (
-        f"{name}: {build.shared_bytes}"
-    )
+    assert build.shared_bytes <= _needed(launch, build.target) + SHARED_BYTES_KEPT, f"{name}: {build.shared_bytes}"
     if values.get("FETCH"):
         # few rows have no wgmma, and IEEE FP32 no matrix unit
         product = re.search(_PRODUCT, build.assembly)

@@ -13,7 +13,5 @@ def byte_tokenizer(marks=MARKS, *, start=None):
     found.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     if start is not None:
         pair = (start, found.token_to_id(start))
-        found.post_processor = processors.TemplateProcessing(
-            single=f"{start} $A", special_tokens=[pair]
-        )
+        found.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[pair])
     return found

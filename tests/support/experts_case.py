@@ -56,7 +56,8 @@ def sums_of_experts(
 
 
 def draw_ids(kind: str, num_tokens: int, top_k: int, num_experts: int) -> Tensor:
-    """Expert ids (T, K) of a kind of traffic: "dropped" has slots without expert, "hot" one expert, "sparse" empty ones."""
+    """Expert ids (T, K) of a kind of traffic: "dropped" has slots without expert, "hot" one expert, "sparse" empty
+    ones."""
     shape = (num_tokens, top_k)
     if kind == "hot":
         return torch.full(shape, num_experts - 1)
@@ -140,9 +141,7 @@ class ExpertsCase:
             self.b_in_EGF,
             self.b_out_ED,
         )
-        return [
-            None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors
-        ]
+        return [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
 
     def run(
         self,
@@ -213,9 +212,7 @@ class ExpertsCase:
         check_together([self], lambda _: run())
 
 
-def check_together(
-    cases: Sequence[ExpertsCase], run: Callable[[ExpertsCase], dict[str, Tensor]]
-) -> None:
+def check_together(cases: Sequence[ExpertsCase], run: Callable[[ExpertsCase], dict[str, Tensor]]) -> None:
     """Assert the two-times rule for several draws of one kind as if they were one result.
 
     The rule compares largest errors. Of a few numbers these are luck: the routing weight's gradient of a single token

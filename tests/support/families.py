@@ -1,4 +1,5 @@
-"""The families of the hub that are models of ours: one row each, a tiny model of transformers that has what the family has of its own."""
+"""The families of the hub that are models of ours: one row each, a tiny model of transformers that has what the family
+has of its own."""
 
 from typing import Any
 
@@ -58,9 +59,7 @@ _MODEL_TYPES = {"moonlight": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 """Of those that transformers knows by another name."""
 
 
-def family_model(
-    name: str, *, seed: int, dtype: torch.dtype, top_k: int = 2, **sizes: int
-) -> nn.Module:
+def family_model(name: str, *, seed: int, dtype: torch.dtype, top_k: int = 2, **sizes: int) -> nn.Module:
     """A tiny model of one family, four experts in a layer, in evaluation; norms, biases and sinks are random, too.
 
     Args:

@@ -1,4 +1,5 @@
-"""A small GPT trained for some steps in one form of parallelism, and in one process; the code of the ranks of a test."""
+"""A small GPT trained for some steps in one form of parallelism, and in one process; the code of the ranks of a
+test."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -217,9 +218,7 @@ def run_form(case: FormCase, *, steps: int) -> Trained:
     return _train(model, case, ranks, rows, steps=steps, half=half)
 
 
-def _train(
-    model: GPT, case: FormCase, ranks: Ranks, rows: slice, *, steps: int, half: int
-) -> Trained:
+def _train(model: GPT, case: FormCase, ranks: Ranks, rows: slice, *, steps: int, half: int) -> Trained:
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
     follow_optimizer(model, optimizer)
     generator = torch.Generator().manual_seed(half)
@@ -288,7 +287,8 @@ def assert_as_exact(case: FormCase, results: Sequence[Trained]) -> None:
 
 
 def differences(case: FormCase, results: Sequence[Trained], *, steps: int) -> dict[str, float]:
-    """Relative errors of what the processes of a pool found, against one process; the worse where there are two worlds."""
+    """Relative errors of what the processes of a pool found, against one process; the worse where there are two
+    worlds."""
     worst: dict[str, float] = {}
     for half in range(2 if case.subgroup else 1):
         parts = results[half::2] if case.subgroup else results

@@ -1,4 +1,5 @@
-"""A graph of work as a GPU's, without one: operators are recorded with their tensors, and replayed on the same memory."""
+"""A graph of work as a GPU's, without one: operators are recorded with their tensors, and replayed on the same
+memory."""
 
 from typing import Any
 
@@ -8,9 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_READING = frozenset(
-    {_aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.masked_select, _aten.bincount}
-)
+_READING = frozenset({_aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.masked_select, _aten.bincount})
 
 
 class _Recorder(TorchDispatchMode):
@@ -26,7 +25,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """See `expertmesh.engine.captured.Graph`: what the host decides while it is captured is fixed; `num_replays` counts."""
+    """See `expertmesh.engine.captured.Graph`: what the host decides while it is captured is fixed; `num_replays`
+    counts."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, ...]] = []
@@ -43,9 +43,7 @@ class RecordedGraph:
         self.num_replays += 1
         for func, args, kwargs, known in self._calls:
             own = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            for old, new in zip(
-                tree_leaves(known), tree_leaves(func(*args, **kwargs)), strict=True
-            ):
+            for old, new in zip(tree_leaves(known), tree_leaves(func(*args, **kwargs)), strict=True):
                 is_elsewhere = isinstance(old, Tensor) and id(old) not in own
                 if is_elsewhere and old.data_ptr() != new.data_ptr():
                     old.copy_(new)

@@ -54,9 +54,7 @@ def tiny_experts(name, dtype=torch.float32, scale=0.3, num_experts=E):
         swiglu_limit=0.7,
         post_norm_eps=1e-6,
         _experts_implementation="eager",
-        **dict.fromkeys(
-            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), num_experts
-        ),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), num_experts),
     )
     experts = getattr(module, EXPERTS[name])(config)
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,5 @@
-"""Programs that ask for FP32 by name, computed in FP64: what transformers means, without what its norms, angles and routers round."""
+"""Programs that ask for FP32 by name, computed in FP64: what transformers means, without what its norms, angles and
+routers round."""
 
 from typing import Any
 
@@ -11,16 +12,15 @@ class InFP64(TorchFunctionMode):
     """Answers every request for FP32 (`.float()`, `dtype=torch.float32`) in FP64; of a model, from its making on.
 
     Attributes:
-        margin: the least distance between the last score that a `topk` took and the first that it left, of all calls so far.
+        margin: the least distance between the last score that a `topk` took and the first that it left, of all calls so
+            far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.margin = float("inf")
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """One call of PyTorch."""
         func = torch.Tensor.double if func is torch.Tensor.float else func
         args = tuple(map(_widened, args))

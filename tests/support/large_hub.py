@@ -11,7 +11,8 @@ from expertmesh.checkpoints.safetensors import FileTensor, file_header
 
 
 def enlarged(like: Path, folder: Path, *, hidden: int, layers: int, experts: int) -> int:
-    """Make a Mixtral like another of other sizes, whose FP32 weights are zeros in a file with holes; returns their bytes."""
+    """Make a Mixtral like another of other sizes, whose FP32 weights are zeros in a file with holes; returns their
+    bytes."""
     folder.mkdir()
     for path in like.iterdir():
         if path.suffix != ".safetensors":

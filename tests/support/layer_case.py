@@ -179,9 +179,7 @@ class Results:
     grads: Mapping[str, Tensor | np.ndarray]
 
 
-def run_layer(
-    layer: MoELayer, case: LayerCase, x: Tensor, dy: Tensor
-) -> tuple[Results, RoutingStats]:
+def run_layer(layer: MoELayer, case: LayerCase, x: Tensor, dy: Tensor) -> tuple[Results, RoutingStats]:
     """The layer itself, with poisoned memory in the forward."""
     layer.train(case.training)
     key_noise(layer, seed=case.seed, step=case.step)
@@ -233,9 +231,7 @@ def run_loops(
     return results
 
 
-def _gradients(
-    outputs: list[Tensor], leaves: Mapping[str, Tensor], dy: Tensor
-) -> dict[str, Tensor]:
+def _gradients(outputs: list[Tensor], leaves: Mapping[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
     """Gradients of sum(dy * y) + the losses; zeros for leaves without."""
     live = [(o, g) for o, g in zip(outputs, (dy, None, None), strict=True) if o.requires_grad]
     found: tuple[Tensor | None, ...] = (None,) * len(leaves)
@@ -295,12 +291,8 @@ def check_exact(layer: MoELayer, case: LayerCase, x: Tensor, dy: Tensor) -> Orac
 
 
 def _check_choice(stats: RoutingStats, oracle: OracleOutput) -> None:
-    assert np.array_equal(stats.topk_expert_ids_TK.numpy(), oracle.topk_expert_ids_TK), (
-        "choices differ"
-    )
-    assert np.array_equal(stats.num_tokens_per_expert_E.numpy(), oracle.num_tokens_per_expert_E), (
-        "counts differ"
-    )
+    assert np.array_equal(stats.topk_expert_ids_TK.numpy(), oracle.topk_expert_ids_TK), "choices differ"
+    assert np.array_equal(stats.num_tokens_per_expert_E.numpy(), oracle.num_tokens_per_expert_E), "counts differ"
     assert int(stats.num_dropped) == oracle.num_dropped, (
         f"dropped {int(stats.num_dropped)}, the oracle {oracle.num_dropped}"
     )
@@ -310,9 +302,7 @@ def _check_choice(stats: RoutingStats, oracle: OracleOutput) -> None:
     numerics.assert_weights(weights, oracle.topk_weights_TK, what="routing weights")
 
 
-def _pairs(
-    ours: Results, loops: list[Results], exact: Results
-) -> list[tuple[str, Any, list[Any], Any]]:
+def _pairs(ours: Results, loops: list[Results], exact: Results) -> list[tuple[str, Any, list[Any], Any]]:
     pairs = [
         (
             name,

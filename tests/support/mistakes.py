@@ -64,15 +64,9 @@ def reseal(checkpoint: Path) -> None:
     manifest.write_text(json.dumps(values))
 
 
-def check(
-    mistake: Mistake, code: int, errors: str, before: dict[str, str], after: dict[str, str]
-) -> None:
+def check(mistake: Mistake, code: int, errors: str, before: dict[str, str], after: dict[str, str]) -> None:
     # A slow machine says how far it is ("written for the page 63 of 63 tokens") before it meets the mistake.
-    lines = [
-        line
-        for line in errors.splitlines()
-        if not re.fullmatch(r".+ [\d,.]+ of [\d,.]+ [\w ]+", line)
-    ]
+    lines = [line for line in errors.splitlines() if not re.fullmatch(r".+ [\d,.]+ of [\d,.]+ [\w ]+", line)]
     assert code == mistake.code, errors
     assert len(lines) == 1, errors
     assert lines[0].startswith("error: ")

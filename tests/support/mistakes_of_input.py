@@ -74,9 +74,7 @@ DATA = {
     ),
     "a pipe": Mistake(special(os.mkfifo), ["special", "no regular file", "write it to a file"]),
     "a socket": Mistake(special(bind_socket), ["special", "no regular file", "write it"]),
-    "a device": Mistake(
-        training("--data.path", "/dev/null"), ["/dev/null", "no regular file", "write"]
-    ),
+    "a device": Mistake(training("--data.path", "/dev/null"), ["/dev/null", "no regular file", "write"]),
     "a file that nobody may read": Mistake(
         training("--data.path", "/proc/self/mem"),
         ["/proc/self/mem", "cannot be read (Input/output error)", "check it"],
@@ -86,9 +84,7 @@ DATA = {
         ["special", "no files", "give text"],
     ),
     "a link to itself": Mistake(special(link_to_itself), ["special", "does not exist", "give"]),
-    "a link to nothing": Mistake(
-        special(lambda path: path.symlink_to("gone")), ["special", "does not exist", "give"]
-    ),
+    "a link to nothing": Mistake(special(lambda path: path.symlink_to("gone")), ["special", "does not exist", "give"]),
     "a folder of links to nothing": Mistake(
         special(lambda path: (path.mkdir(), (path / "a").symlink_to("gone"))),
         ["special", "no files", "no regular files", "give text files"],
@@ -96,9 +92,7 @@ DATA = {
     "a packed file that is cut off": Mistake(
         text("cut.gz", gzip.compress(TEXT.encode())[:-20]), ["cut.gz", "damaged", "another file"]
     ),
-    "a packed file that is none": Mistake(
-        text("plain.gz", TEXT.encode()), ["plain.gz", "damaged", "another file"]
-    ),
+    "a packed file that is none": Mistake(text("plain.gz", TEXT.encode()), ["plain.gz", "damaged", "another file"]),
     "a packed image": Mistake(
         text("image.gz", gzip.compress(bytes(range(256)) * 9)), ["image.gz", "binary", "give text"]
     ),
@@ -138,9 +132,7 @@ DATA = {
     "a tokenizer for text": Mistake(
         training("--data.tokenizer", "tokenizer.json"), ["--data.tokenizer", ".bin", "leave it out"]
     ),
-    "a tokenizer that is not there": wrong_value(
-        "--data.encode-with", "no/tokenizer.json", "restore"
-    ),
+    "a tokenizer that is not there": wrong_value("--data.encode-with", "no/tokenizer.json", "restore"),
     "a cache below a file": Mistake(
         lambda p: p.train("--data.cache-dir", p.path("corpus.txt/cache")),
         ["--data.cache-dir", "below a file", "choose a folder"],
@@ -148,9 +140,7 @@ DATA = {
 }
 
 NUMBERS = {
-    "a number of 5,000 digits": Mistake(
-        training("--train.steps", "9" * 5000), ["--train.steps 999", ";"]
-    ),
+    "a number of 5,000 digits": Mistake(training("--train.steps", "9" * 5000), ["--train.steps 999", ";"]),
     "a name longer than a name may be": Mistake(
         training("--train.run-dir", "x" * 300),
         ["File name too long", "choose a shorter name"],
@@ -198,9 +188,7 @@ IDLE = {
     "whom to drop when nobody is": Mistake(
         training("--model.moe.drop-policy", "weight"), ["drop-policy weight", "no effect", "leave"]
     ),
-    "decay of a cosine": Mistake(
-        training("--optim.decay-fraction", "0.5"), ["decay-fraction 0.5", "no effect", "wsd"]
-    ),
+    "decay of a cosine": Mistake(training("--optim.decay-fraction", "0.5"), ["decay-fraction 0.5", "no effect", "wsd"]),
     "dimensions of another router": Mistake(
         training("--model.moe.cosine-dim", "8"), ["cosine-dim 8", "no effect", "leave"]
     ),
@@ -210,12 +198,8 @@ IDLE = {
     "a gate of no shared experts": Mistake(
         training("--model.moe.shared-gate"), ["shared-gate", "without shared experts", "leave"]
     ),
-    "a lesson without a teacher": wrong_value(
-        "--distill.beta", "2", "without a teacher", "leave it out"
-    ),
-    "ends of nodes that nobody asks for": wrong_value(
-        "--parallel.ranks-per-node", "2", "leave it out"
-    ),
+    "a lesson without a teacher": wrong_value("--distill.beta", "2", "without a teacher", "leave it out"),
+    "ends of nodes that nobody asks for": wrong_value("--parallel.ranks-per-node", "2", "leave it out"),
     "a policy of experts that choose": Mistake(
         training("--model.moe.router", "expert_choice", "--model.moe.drop-policy", "priority"),
         ["drop-policy priority", "no effect", "leave"],
@@ -240,9 +224,7 @@ def as_ranks(count: int, *words: str) -> Words:
 
 
 RANKS = {
-    "three ranks for four experts": Mistake(
-        as_ranks(3), ["3 ranks", "--parallel.dp-replicate-degree 3"]
-    ),
+    "three ranks for four experts": Mistake(as_ranks(3), ["3 ranks", "--parallel.dp-replicate-degree 3"]),
     "five ranks": Mistake(as_ranks(5), ["5 ranks", "--parallel.dp-replicate-degree 5"]),
     "seven ranks that route over seven": Mistake(
         as_ranks(7, "--parallel.route-degree", "7"), ["7 ranks", "--parallel.dp-replicate-degree 7"]
@@ -292,9 +274,7 @@ CONFIG_FILE = {
     "a file of options that is a folder": Mistake(
         lambda p: p.train("--config", p.path("cache")), ["cannot be read", "give a text file"]
     ),
-    "a file of options nested without end": Mistake(
-        config_file("[" * 5000), ["run.yaml", "is no YAML", "correct it"]
-    ),
+    "a file of options nested without end": Mistake(config_file("[" * 5000), ["run.yaml", "is no YAML", "correct it"]),
     "a NUL in a file of options": Mistake(
         config_file('data: {encode_with: "a\\0b"}'), ["a\\x00b", "without NUL", "rename the file"]
     ),

@@ -1,4 +1,5 @@
-"""Four kin and more for the verbs of images, translations, tasks and other libraries' checkpoints, and for runs that begin with others."""
+"""Four kin and more for the verbs of images, translations, tasks and other libraries' checkpoints, and for runs that
+begin with others."""
 
 import io
 import json
@@ -65,12 +66,8 @@ IMAGES = {
         lambda p: p.train("--data.path", p.path("corpus.txt"), recipe="swin-test"),
         ["corpus.txt", "is no folder", "per class"],
     ),
-    "a folder without images": Mistake(
-        images(Path.mkdir), ["neither folders of images", "check the path"]
-    ),
-    "a pipe for an image": Mistake(
-        images(classes(os.mkfifo)), ["1.png", "no regular file", "name an image"]
-    ),
+    "a folder without images": Mistake(images(Path.mkdir), ["neither folders of images", "check the path"]),
+    "a pipe for an image": Mistake(images(classes(os.mkfifo)), ["1.png", "no regular file", "name an image"]),
     "an image of more pixels than memory": Mistake(
         images(classes(lambda f: f.write_bytes(picture(60_000, 60_000)))),
         ["1.png", "pixels", "make it smaller"],
@@ -116,24 +113,18 @@ def classifying(*words: str, make: Make | None = None) -> Words:
 
 CLASSIFY = {
     "no image": Mistake(classifying(), ["no image", "--score", "a.png"]),
-    "no run to classify with": Mistake(
-        classifying("@a.png"), ["run", "does not exist", "expertmesh train"]
-    ),
+    "no run to classify with": Mistake(classifying("@a.png"), ["run", "does not exist", "expertmesh train"]),
     "classes by a model of texts": Mistake(
         with_run(classifying("@a.png")), ["family gpt", "classifies no images", "family swin"]
     ),
     "a picture over its image": Mistake(
         classifying("@a.png", "--picture", "@a.png"), ["a.png", "is read", "name another"]
     ),
-    "a picture in no folder": Mistake(
-        classifying("@a.png", "--picture", "@no/b.png"), ["no folder", "make it first"]
-    ),
+    "a picture in no folder": Mistake(classifying("@a.png", "--picture", "@no/b.png"), ["no folder", "make it first"]),
     "a picture that is a folder": Mistake(
         classifying("@a.png", "--picture", "@cache"), ["cache", "no regular file", "name a file"]
     ),
-    "a picture on a device": Mistake(
-        classifying("@a.png", "--picture", "/dev/null"), ["/dev/null", "no regular file"]
-    ),
+    "a picture on a device": Mistake(classifying("@a.png", "--picture", "/dev/null"), ["/dev/null", "no regular file"]),
     "a picture over a pipe": Mistake(
         classifying("@a.png", "--picture", "@pipe", make=lambda f: os.mkfifo(f / "pipe")),
         ["pipe", "no regular file", "name a file"],
@@ -142,9 +133,7 @@ CLASSIFY = {
         classifying("@a.png", "--batch-size", "-3"),
         ["--batch-size -3", "at least 1", "for example 64"],
     ),
-    "no class to show": Mistake(
-        classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "raise it"]
-    ),
+    "no class to show": Mistake(classifying("@a.png", "--top", "0"), ["--top 0", "at least 1", "raise it"]),
 }
 
 
@@ -195,9 +184,7 @@ TRANSLATED = {
         translating("--to", "de", "--length-penalty", "-1", "x"),
         ["--length-penalty -1", "at least 0", "for example 1"],
     ),
-    "an endless penalty": Mistake(
-        translating("--to", "de", "--length-penalty", "inf", "x"), ["inf", "finite number"]
-    ),
+    "an endless penalty": Mistake(translating("--to", "de", "--length-penalty", "inf", "x"), ["inf", "finite number"]),
     "a folder as reference": Mistake(
         translating("--to", "de", "x", "--reference", "@cache", lines=LINES),
         ["--reference", "is not a file", "check the path"],
@@ -228,9 +215,7 @@ def judging_alone(task: str, *words: str) -> Words:
 
 EVALUATE = {
     "no task": Mistake(judging(), ["--tasks", "must be given", "--help"]),
-    "no question": Mistake(
-        judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "raise it"]
-    ),
+    "no question": Mistake(judging("--tasks", "a.yaml", "--limit", "0"), ["--limit 0", "at least 1", "raise it"]),
     "fewer examples than none": Mistake(
         judging("--tasks", "a.yaml", "--num-fewshot", "-1"),
         ["--num-fewshot -1", "at least 0", "raise it"],
@@ -247,13 +232,9 @@ EVALUATE = {
     "a task that would be downloaded": Mistake(
         judging_alone("task: a\ndataset_path: wiki"), ["a.yaml", "downloaded", "save the data"]
     ),
-    "judging on no device": Mistake(
-        judging_alone("task: a\ndataset_path: json", "--device", "tpu"), ["tpu", "cpu"]
-    ),
+    "judging on no device": Mistake(judging_alone("task: a\ndataset_path: json", "--device", "tpu"), ["tpu", "cpu"]),
     "judging nobody": Mistake(without_harness, ["run", "does not exist", "expertmesh train"]),
-    "tasks without the harness": Mistake(
-        with_run(without_harness), ["needs lm-evaluation-harness", "pip install"]
-    ),
+    "tasks without the harness": Mistake(with_run(without_harness), ["needs lm-evaluation-harness", "pip install"]),
 }
 
 MIXTRAL: dict[str, Any] = {
@@ -304,9 +285,7 @@ HUB = {
     "a tokenizer of another model of the hub": Mistake(
         hub(vocab_size=300), ["512 tokens and the model 300", "of another run"], code=1
     ),
-    "a width in words": Mistake(
-        hub(hidden_size="wide"), ["hidden_size='wide'", "whole number", ";"]
-    ),
+    "a width in words": Mistake(hub(hidden_size="wide"), ["hidden_size='wide'", "whole number", ";"]),
     "a width in a list": Mistake(hub(hidden_size=[1]), ["hidden_size=[1]", "whole number", ";"]),
     "a model of several types": Mistake(hub(model_type=["x"]), ["model_type", "none that runs"]),
     "an activation in a list": Mistake(hub(hidden_act=["silu"]), ["hidden_act", "none of"]),
@@ -314,9 +293,7 @@ HUB = {
     "weights that are no file of tensors": Mistake(
         hub(weights=b"x" * 99), ["no safetensors file", "restore it from the hub"], code=1
     ),
-    "a header that is a list": Mistake(
-        hub(weights=safetensors([])), ["no safetensors file", "restore it"], code=1
-    ),
+    "a header that is a list": Mistake(hub(weights=safetensors([])), ["no safetensors file", "restore it"], code=1),
     "a tensor without a place": Mistake(
         hub(weights=safetensors({"a": {"dtype": "F32", "shape": [1]}})),
         ["no valid entry for a", "restore it"],
@@ -361,18 +338,14 @@ WSD = ("--optim.schedule", "wsd")
 
 def beginning(*words: str) -> Words:
     """A run that begins with the finished one: @ stands for its folder."""
-    return with_run(
-        lambda p: p.train(*(p.path("run") if w == "@" else w for w in words), run="new")
-    )
+    return with_run(lambda p: p.train(*(p.path("run") if w == "@" else w for w in words), run="new"))
 
 
 BEGIN = {
     "a branch of no trunk": Mistake(
         beginning("--train.branch-from", "no/run", *WSD), ["no/run", "does not exist", "trunk"]
     ),
-    "a branch of a cosine": Mistake(
-        beginning("--train.branch-from", "@", *WSD), ["--optim.schedule", "cosine", "wsd"]
-    ),
+    "a branch of a cosine": Mistake(beginning("--train.branch-from", "@", *WSD), ["--optim.schedule", "cosine", "wsd"]),
     "a branch with a cosine": Mistake(
         beginning("--train.branch-from", "@"), ["--train.branch-from", "wsd", "both runs"]
     ),
@@ -391,9 +364,7 @@ BEGIN = {
         beginning("--train.freeze", "attention"),
         ["--train.freeze attention", "experts, router", ";"],
     ),
-    "frozen parts twice": Mistake(
-        beginning("--train.freeze", "router,router"), ["--train.freeze", "twice", ";"]
-    ),
+    "frozen parts twice": Mistake(beginning("--train.freeze", "router,router"), ["--train.freeze", "twice", ";"]),
     "frozen experts of a dense model": Mistake(
         beginning("--train.freeze", "experts", "--model.moe.num-experts", "none"),
         ["--train.freeze", "no experts", ";"],
@@ -457,9 +428,7 @@ NEWEST_VERBS = {
     "a plot in no folder": Mistake(
         plain("bench", "comm", "--plot", "no/plot.svg"), ["--plot no/plot.svg", "make it first"]
     ),
-    "a plot on a device": Mistake(
-        plain("bench", "comm", "--plot", "/dev/null"), ["/dev/null", "no regular file"]
-    ),
+    "a plot on a device": Mistake(plain("bench", "comm", "--plot", "/dev/null"), ["/dev/null", "no regular file"]),
     "a bench of endless bytes": Mistake(
         plain("bench", "comm", "--largest-mib", "inf"),
         ["--largest-mib inf", "finite number", "example"],

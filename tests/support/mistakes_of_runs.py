@@ -136,15 +136,9 @@ TRUST = {
         command_in_index(BEGIN), NO_COMMAND, code=1, may_add=("new/", "cache/")
     ),
     "a command in the index, to convert": Mistake(command_in_index(CONVERT), NO_COMMAND, code=1),
-    "a command in the tensors, to generate": Mistake(
-        command_in_tensors(GENERATE), [".distcp", ";"], code=1
-    ),
-    "a command in the tensors, to go on": Mistake(
-        command_in_tensors(RESUME), [".distcp", ";"], code=1
-    ),
-    "a command in the tensors, to export": Mistake(
-        command_in_tensors(EXPORT), [".distcp", ";"], code=1
-    ),
+    "a command in the tensors, to generate": Mistake(command_in_tensors(GENERATE), [".distcp", ";"], code=1),
+    "a command in the tensors, to go on": Mistake(command_in_tensors(RESUME), [".distcp", ";"], code=1),
+    "a command in the tensors, to export": Mistake(command_in_tensors(EXPORT), [".distcp", ";"], code=1),
     "a module to import as family": Mistake(
         config_with(family="os:system"), ["os:system", "not of this package", "module:name"]
     ),
@@ -232,16 +226,10 @@ EXPORTS = {
         ),
         ["no regular file", "name a new file"],
     ),
-    "export over a folder": Mistake(
-        exporting("cache", "--overwrite"), ["is a folder", "name a file, for example"]
-    ),
-    "export over a file": Mistake(
-        exporting("corpus.txt"), ["corpus.txt", "exists already", "--overwrite"]
-    ),
+    "export over a folder": Mistake(exporting("cache", "--overwrite"), ["is a folder", "name a file, for example"]),
+    "export over a file": Mistake(exporting("corpus.txt"), ["corpus.txt", "exists already", "--overwrite"]),
     "export into no folder": Mistake(exporting("no/out"), ["no folder", "make it first"]),
-    "export below a file": Mistake(
-        exporting("corpus.txt/out"), ["corpus.txt", "no folder", "make it first"]
-    ),
+    "export below a file": Mistake(exporting("corpus.txt/out"), ["corpus.txt", "no folder", "make it first"]),
     "export to a screen": Mistake(
         with_run(lambda p: ["export", p.path("run"), "--output", "-"]),
         ["no regular file", "name a new file"],
@@ -310,9 +298,7 @@ FILES = {
     "config.json with another family": Mistake(
         config_with(RESUME, family="seq2seq"), ["--family gpt", "seq2seq", "use that value"]
     ),
-    "tokenizer of another model": Mistake(
-        model_with(vocab_size=300), ["of another run", "restore"], code=1
-    ),
+    "tokenizer of another model": Mistake(model_with(vocab_size=300), ["of another run", "restore"], code=1),
     "tokenizer of another model, to report": Mistake(
         run_with(
             "tokenizer.json",
@@ -354,9 +340,7 @@ FILES = {
         code=1,
         may_add=("run/report.html",),
     ),
-    "damage, to begin with": Mistake(
-        damaged(BEGIN), ["checkpoints are damaged", "restore"], code=1
-    ),
+    "damage, to begin with": Mistake(damaged(BEGIN), ["checkpoints are damaged", "restore"], code=1),
     "a run to begin with that is none": Mistake(
         lambda p: p.train("--train.init-from", p.path("none")), ["none", "does not exist", "train"]
     ),
@@ -377,17 +361,11 @@ def page(name: str) -> Words:
 REPORTS = {
     "no run to report": Mistake(plain("report"), ["no run given", "write one"]),
     "fewer than no samples": Mistake(reporting("--samples", "-1"), ["--samples -1", "at least"]),
-    "heat that is no number": Mistake(
-        reporting("--temperature", "nan"), ["--temperature nan", "finite number"]
-    ),
+    "heat that is no number": Mistake(reporting("--temperature", "nan"), ["--temperature nan", "finite number"]),
     "negative heat": Mistake(reporting("--temperature", "-1"), ["--temperature -1", "at least 0"]),
-    "words for tokens": Mistake(
-        reporting("--tokens", "many"), ["--tokens", "many", "whole number"]
-    ),
+    "words for tokens": Mistake(reporting("--tokens", "many"), ["--tokens", "many", "whole number"]),
     "a page that is a folder": Mistake(page("cache"), ["cache", "no regular file", "name a file"]),
-    "a page in no folder": Mistake(
-        page("no/page.html"), ["no/page.html", "no folder", "make it first"]
-    ),
+    "a page in no folder": Mistake(page("no/page.html"), ["no/page.html", "no folder", "make it first"]),
     "a page to nobody's": Mistake(
         reporting("--page", "~nosuchuser/x"), ["~nosuchuser/x", "no such user", "whole path"]
     ),
@@ -428,9 +406,7 @@ def prompts(content: bytes) -> Words:
 TERMINAL = {
     "a prompt that looks like an option": Mistake(generating("-x"), ["no prompt", "-- before one"]),
     "no prompt": Mistake(generating(), ["no prompt", "write it last"]),
-    "two kinds of prompts": Mistake(
-        generating("--interactive", "def"), ["exclude one another", "use one of them"]
-    ),
+    "two kinds of prompts": Mistake(generating("--interactive", "def"), ["exclude one another", "use one of them"]),
     "a file of prompts and a prompt": Mistake(
         generating("--input", "nothing.txt", "x"), ["exclude one another", "use one of them"]
     ),
@@ -442,9 +418,7 @@ TERMINAL = {
     "a device of another maker": Mistake(
         generating("--device", "mps", "def"), ["--device mps", "cpu, cuda", "for example"]
     ),
-    "a prompt that is not UTF-8": Mistake(
-        generating(os.fsdecode(b"\xff")), ["not UTF-8", "convert it"]
-    ),
+    "a prompt that is not UTF-8": Mistake(generating(os.fsdecode(b"\xff")), ["not UTF-8", "convert it"]),
     "nothing on the standard input": Mistake(typed("", "-"), ["empty", "give some text"]),
     "a file of prompts that is not there": Mistake(
         generating("--input", "no/prompts"),
@@ -464,9 +438,7 @@ TERMINAL = {
         generating("--seed", str(2**65), "def"),
         [str(2**65), "at most 2^63 - 1", "lower it or leave it out"],
     ),
-    "more tokens than 64 bits": Mistake(
-        generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]
-    ),
+    "more tokens than 64 bits": Mistake(generating("--max-tokens", "9" * 30, "def"), ["9" * 30, "ask for at most"]),
     "both greedy and hot": Mistake(
         generating("--greedy", "--top-k", "3", "def"),
         ["--top-k 3", "no effect with --greedy", "leave one of them out"],
@@ -478,12 +450,8 @@ TERMINAL = {
 }
 
 PLACES = {
-    "a run below a file": Mistake(
-        lambda p: p.train(run="corpus.txt/run"), ["below a file", "choose a folder"]
-    ),
-    "a run where no folder can be": Mistake(
-        training("--train.run-dir", "/proc/run"), ["/proc/run", ";"], code=1
-    ),
+    "a run below a file": Mistake(lambda p: p.train(run="corpus.txt/run"), ["below a file", "choose a folder"]),
+    "a run where no folder can be": Mistake(training("--train.run-dir", "/proc/run"), ["/proc/run", ";"], code=1),
     "a cache where no folder can be": Mistake(
         training("--data.cache-dir", "/proc/cache"),
         ["--data.cache-dir /proc/cache", "cannot be made", "choose a folder"],
@@ -492,9 +460,7 @@ PLACES = {
         with_run(lambda p: ["export", p.path("run"), "--output", "/proc/out"]),
         ["/proc", "cannot be written", "choose another"],
     ),
-    "a page where no file can be": Mistake(
-        reporting("--page", "/proc/page.html"), ["/proc", "cannot be written", ";"]
-    ),
+    "a page where no file can be": Mistake(reporting("--page", "/proc/page.html"), ["/proc", "cannot be written", ";"]),
     "a conversion where no folder can be": Mistake(
         with_run(lambda p: ["convert", "--from", p.path("run"), "--to", "/proc/out"]),
         ["/proc", "cannot be made", "choose another"],
@@ -521,9 +487,7 @@ def translating(*words: str, lines: dict[str, bytes] | None = None) -> Words:
 TRANSLATE = {
     "no language": Mistake(translating("a dog"), ["--to", "must be given", "--help"]),
     "nothing to translate": Mistake(translating("--to", "de"), ["no text", "give one of the two"]),
-    "text twice": Mistake(
-        translating("--to", "de", "--input", "@a", "a dog"), ["--input", "give one of the two"]
-    ),
+    "text twice": Mistake(translating("--to", "de", "--input", "@a", "a dog"), ["--input", "give one of the two"]),
     "no file to translate": Mistake(
         translating("--to", "de", "--input", "@none"), ["--input", "none", "check the path"]
     ),
@@ -531,9 +495,7 @@ TRANSLATE = {
         translating("--to", "de", "--reference", "@a", "a dog", lines={"a": b"x\ny\n"}),
         ["--reference", "2 lines for 1 texts", "give the file"],
     ),
-    "lines in no encoding": Mistake(
-        translating("--to", "de", "--input", "@a", lines={"a": b"\xff\n"}), ["UTF-8", ";"]
-    ),
+    "lines in no encoding": Mistake(translating("--to", "de", "--input", "@a", lines={"a": b"\xff\n"}), ["UTF-8", ";"]),
     "a run that was not trained": Mistake(
         translating("--to", "de", "a dog"), ["no checkpoint", "train it first"], code=1
     ),

@@ -1,9 +1,9 @@
 """A process that forks others: made early, it has one thread and does nothing else.
 
-A fork copies the locks of a process, and none of its threads. A lock that another thread holds at that moment stays locked in
-the copy for ever. The server of PyTorch's TCPStore, for one, is a thread that asks the C library's resolver about each
-new connection; of the ranks forked beside it about one in two hundred hung at its own first use of the resolver. So test runs
-fork their ranks from a process in which nothing has run.
+A fork copies the locks of a process, and none of its threads. A lock that another thread holds at that moment stays
+locked in the copy for ever. The server of PyTorch's TCPStore, for one, is a thread that asks the C library's resolver
+about each new connection; of the ranks forked beside it about one in two hundred hung at its own first use of the
+resolver. So test runs fork their ranks from a process in which nothing has run.
 """
 
 import contextlib
@@ -100,9 +100,7 @@ class Nursery:
         if failure:
             raise ImportError(failure)
 
-    def start(
-        self, function: Callable[..., int | None], *args: Any, pipe: Connection | None = None
-    ) -> Child:
+    def start(self, function: Callable[..., int | None], *args: Any, pipe: Connection | None = None) -> Child:
         """Fork a child that calls a function and exits with what it returns (None: 0; an exception: 1).
 
         Args:

@@ -22,7 +22,8 @@ class Operators(TorchDispatchMode):
 
 
 class NewTensors(TorchDispatchMode):
-    """Notes the tensors that operators make in memory of their own, so no views, as `made`: shape, and elements of the memory."""
+    """Notes the tensors that operators make in memory of their own, so no views, as `made`: shape, and elements of the
+    memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_package(
-    folder: Path, name: str, files: Mapping[str, str], points: Mapping[str, Mapping[str, str]]
-) -> None:
+def write_package(folder: Path, name: str, files: Mapping[str, str], points: Mapping[str, Mapping[str, str]]) -> None:
     """Write a package and what `importlib.metadata` reads of it.
 
     Args:

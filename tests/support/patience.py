@@ -1,4 +1,5 @@
 """How long tests wait for what ends by itself."""
 
 PATIENCE_S = 600.0
-"""So long that only what hangs takes longer, however busy the machine: one run of two loops beside the tests made them 2.7 times as long."""
+"""So long that only what hangs takes longer, however busy the machine: one run of two loops beside the tests made them
+2.7 times as long."""

@@ -32,9 +32,7 @@ class Place:
             "--data.cache-dir": self.path("cache"),
             "--train.device": "cpu",
         }
-        rest = [
-            word for name, value in usual.items() if name not in given for word in (name, value)
-        ]
+        rest = [word for name, value in usual.items() if name not in given for word in (name, value)]
         return ["train", recipe, *words, *rest]
 
     def generate(self, *words: str, prompt: str = "def", run: str = "run") -> list[str]:

@@ -22,9 +22,7 @@ def assert_plain(y, l_aux, counts, expected):
     assert torch.equal(counts, expected[2])
 
 
-def plain_moe(
-    x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", normalize="none", mask_T=None
-):
+def plain_moe(x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", normalize="none", mask_T=None):
     """Give (y, balance loss, choices per expert) of one call.
 
     Args:

@@ -62,7 +62,8 @@ class RankPool:
         """Call a function on every rank; once more, on new ranks, if gloo could not connect a group.
 
         Args:
-            function: at the top of a module that was imported when the nursery was made, or can be. It starts from nothing.
+            function: at the top of a module that was imported when the nursery was made, or can be. It starts from
+                nothing.
             args: pickled.
             kwargs: pickled.
 
@@ -79,9 +80,7 @@ class RankPool:
                 raise
         return self._run(function, args, kwargs)
 
-    def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if not self._ranks:
             self._start()
         self._wake()
@@ -137,9 +136,7 @@ class RankPool:
     def _start(self) -> None:
         nursery = the_nursery()
         # the first call of an operator imports torch._dynamo: two seconds on every rank
-        nursery.import_modules(
-            "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"
-        )
+        nursery.import_modules("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         for rank in range(self.num_ranks):
@@ -161,9 +158,7 @@ class RankPool:
             self._folder = None
 
 
-def _serve(
-    pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float, path: list[str]
-) -> None:
+def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float, path: list[str]) -> None:
     sys.path[:] = path
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

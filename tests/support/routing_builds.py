@@ -116,9 +116,7 @@ def row_cases(dtype: str, top_k: int) -> Iterator[RoutingCase]:
     )
 
 
-def choice_cases(
-    function: str, lanes: int, top_k: int, groups: int, *, extras: bool
-) -> Iterator[RoutingCase]:
+def choice_cases(function: str, lanes: int, top_k: int, groups: int, *, extras: bool) -> Iterator[RoutingCase]:
     """The choice of experts and its gradient; extras: with noise and bias."""
     label = f"{function}-{lanes}-{top_k}-{groups}"
     rule = {"E": lanes, "K": top_k, "FUNCTION": function, "NORMALIZE": True}

@@ -35,9 +35,7 @@ def losses_of(config: RunConfig) -> list[float]:
     return [line["loss"] for line in lines_of(config.train.run_dir)]
 
 
-def assert_same_lines(
-    found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *names: str
-) -> None:
+def assert_same_lines(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *names: str) -> None:
     """The same steps, and in each the same values of these names, or none in both."""
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for line, oracle in zip(found, expected, strict=True):
@@ -48,15 +46,12 @@ def assert_same_lines(
                 assert error <= RELATIVE, f"step {line['step']}: {name} is off by {error:.1e}"
 
 
-def assert_resumed_to_the_bit(
-    run_of: Callable[..., RunConfig], straight: str | Path, folder: Path
-) -> None:
+def assert_resumed_to_the_bit(run_of: Callable[..., RunConfig], straight: str | Path, folder: Path) -> None:
     """A run that is stopped after 7 steps of 20 and goes on has the lines of one that did not stop."""
     for steps in (7, 20):
         train_quietly(run_of(folder, **{"train.steps": steps, "optim.schedule_steps": 20}))
     found, expected = (
-        [(line["step"], line["loss"], line["grad_norm"]) for line in lines_of(run)]
-        for run in (folder, straight)
+        [(line["step"], line["loss"], line["grad_norm"]) for line in lines_of(run)] for run in (folder, straight)
     )
     assert found == expected
 

@@ -11,9 +11,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
     words = ["<unk>", "<s>", "</s>", *bytes_, "▁", *"abcdefghijklmnopqrstuvwxyz", "▁w"]
     vocab = {word: place for place, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, [("▁", "w")], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])

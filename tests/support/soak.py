@@ -47,8 +47,7 @@ def numbers(server: Served, *names: str) -> list[float]:
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return [
-        sum(float(line.split()[-1]) for line in lines if re.match(rf"expertmesh:{name}\{{", line))
-        for name in names
+        sum(float(line.split()[-1]) for line in lines if re.match(rf"expertmesh:{name}\{{", line)) for name in names
     ]
 
 
@@ -65,7 +64,8 @@ def cpu_s(server: Served) -> float:
 
 
 def loop_waited_s(server: Served) -> float:
-    """Seconds that its first thread, which has the event loop, has waited for a core so far; 0 where the kernel does not count."""
+    """Seconds that its first thread, which has the event loop, has waited for a core so far; 0 where the kernel does
+    not count."""
     pid = server.process.pid
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
@@ -96,9 +96,7 @@ async def _clients(address: str, num: int, seconds: float, share: float, seed: i
     return outcomes
 
 
-def soak(
-    server: Served, *, clients: int, seconds: float, share: float = 0.3, seed: int = 0
-) -> Round:
+def soak(server: Served, *, clients: int, seconds: float, share: float = 0.3, seed: int = 0) -> Round:
     """One round.
 
     Args:

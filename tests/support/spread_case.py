@@ -108,9 +108,7 @@ def run_spread(case: SpreadCase) -> tuple[Tried, slice]:
     return replace(tried, transfers=log.transfers), mine
 
 
-def _run(
-    layer: MoELayer, x: Tensor, cotangent: Tensor, case: SpreadCase, index: Tensor, *, share: float
-) -> Tried:
+def _run(layer: MoELayer, x: Tensor, cotangent: Tensor, case: SpreadCase, index: Tensor, *, share: float) -> Tried:
     x = x.clone().requires_grad_()
     y, stats = layer(x, token_index=index, **case.call)
     loss = (y * cotangent).sum() + share * LOSS_FACTOR * (stats.aux_loss + stats.z_loss)

@@ -1,4 +1,5 @@
-"""Where the host would wait for a GPU, found without one: tensors on "meta" have no values, as if the host did not know them yet."""
+"""Where the host would wait for a GPU, found without one: tensors on "meta" have no values, as if the host did not know
+them yet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ _WAITING = frozenset(
 class Waits(TorchDispatchMode):
     """Takes tensors on "meta" for a GPU's, and notes the operators at which the host would wait for it.
 
-    These are values and sizes that the host asks for, and copies from or to memory that is not pinned, as `torch.tensor` makes them
-    of numbers, too.
+    These are values and sizes that the host asks for, and copies from or to memory that is not pinned, as
+    `torch.tensor` makes them of numbers, too.
 
     Attributes:
         found: their names.
@@ -39,9 +40,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -70,9 +69,7 @@ class _Made(TorchFunctionMode):
         super().__init__()
         self._found = found
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         result = func(*args, **(kwargs or {}))
         is_made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)

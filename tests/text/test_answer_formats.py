@@ -61,9 +61,7 @@ def parser_of(name, *, is_open=False, **options):
 def said(parser, *texts):
     """Content, thoughts and calls of an answer."""
     pieces = joined([*(p for text in texts for p in parser.feed(text)), *parser.finish()])
-    content, thought = (
-        "".join(p.text for p in pieces if isinstance(p, kind)) for kind in (Content, Thought)
-    )
+    content, thought = ("".join(p.text for p in pieces if isinstance(p, kind)) for kind in (Content, Thought))
     calls = [[p.name, "", p.call_id] for p in pieces if isinstance(p, CallStart)]
     for piece in pieces:
         if isinstance(piece, CallArguments):
@@ -112,9 +110,7 @@ def test_rendered_answers_are_parsed_back_at_every_cut(name):
     first = {**ONE, "function": {"name": "get_weather", "arguments": hard}}
     has_thoughts = format_of("thoughts", TEMPLATES[name]) is not None
     thoughts = ("", "hm,\n\nwell <tool") if has_thoughts else ("",)
-    contents = (
-        (None,) if lone or name in ("deepseek_v3", "pythonic") else (None, "so < be it:\n\n- a")
-    )
+    contents = (None,) if lone or name in ("deepseek_v3", "pythonic") else (None, "so < be it:\n\n- a")
     for calls in ([first], [TWO], [first, TWO]):
         if lone and len(calls) > 1 or (name == "openai" and len(calls) > 1):
             continue
@@ -173,8 +169,8 @@ NO_CALLS = {
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{<｜tool▁call▁end｜>"],
     "mistral": ["[TOOL_CALLS] no", '[TOOL_CALLS][{"name": "nobody", "arguments": {}}]', "[TOOL_CALLS][]"],
     "mistral_v11": ["[TOOL_CALLS]stop[ARGS]", "[TOOL_CALLS]nobody[ARGS]{}", "[TOOL_CALLS]stop[ARGS]{} more"],
-    "llama3_json": ['{"name": "nobody", "parameters": {}}', '{"a": 1}', "{", "<|python_tag|>print(1)", '{"name": "stop"} so'],
-    "kimi_k2": ["<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"],
+    "llama3_json": ['{"name": "nobody", "parameters": {}}', '{"a": 1}', "{", "<|python_tag|>print(1)", '{"name": "stop"} so'],  # noqa: E501
+    "kimi_k2": ["<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"],  # noqa: E501
     "granite": ["<|tool_call|>[1]", "[1, 2]"],
     "pythonic": ["[stop()] is a call", "[1, 2]", "[", "[]", "[nobody()]", "[stop(1)]", "[stop(**{})]", "[stop(a=open)]",
                  "[stop(a=stop())]", "[stop(a=1 + 1)]", "[stop(a={1})]", "[stop(a=b'x')]", "[stop(a=1e999)]", "stop()",
@@ -285,7 +281,7 @@ def test_calls_as_python_writes_them():
     for text, want in (
         ("[stop()]", {}),
         ("<|python_start|>[stop()]<|python_end|>", {}),
-        ("""[stop(a='x "y"', b=-1, c=[True, None], d={'e': 1.5})]""", {"a": 'x "y"', "b": -1, "c": [True, None], "d": {"e": 1.5}}),
+        ("""[stop(a='x "y"', b=-1, c=[True, None], d={'e': 1.5})]""", {"a": 'x "y"', "b": -1, "c": [True, None], "d": {"e": 1.5}}),  # noqa: E501
         ("[stop(a=true, b=null, c=(1, 2), d='\\d')]", {"a": True, "b": None, "c": [1, 2], "d": "\\d"}),
     ):  # fmt: skip
         for parts in ([text], [*text]):

@@ -85,9 +85,7 @@ def test_prompts_with_tools_are_those_of_transformers(name):
     for word in ("Zürich", "get_weather", "dry"):
         assert word in text
     tool = dict(TOOL)
-    asked = theirs.apply_chat_template(
-        [ASKED], tools=[tool], add_generation_prompt=True, return_dict=False
-    )
+    asked = theirs.apply_chat_template([ASKED], tools=[tool], add_generation_prompt=True, return_dict=False)
     assert conversation_ids(ours, [ASKED], tools=(tool,)) == asked
     assert conversation_ids(ours, [ASKED], tools=[]) == conversation_ids(ours, [ASKED])
 
@@ -154,9 +152,11 @@ WRONG_TOOLS = [
             ({"properties": {"x": 1}}, ".properties.x: must be a schema"),
         )
     ),
-    ([{"type": "function", "function": {"name": "a", "strict": "no"}}], "tools.0.function.strict: must be true or false"),
+    ([{"type": "function", "function": {"name": "a", "strict": "no"}}], ("tools.0.function.strict: must be true or "
+                                                                        "false")),
     ([{"type": "function", "function": {"name": "a", "description": 1}}], "tools.0.function.description: must be text"),
-    ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(MOST_TOOLS + 1)], "tools: has 129 tools; give at most 128"),
+    ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(MOST_TOOLS + 1)], ("tools: has 129 tools; "
+                                                                                           "give at most 128")),
 ]  # fmt: skip
 
 

@@ -18,10 +18,7 @@ def overlap(box: Box, other: Box) -> tuple[Box, Box] | None:
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return None
     within = [
-        tuple(
-            slice(start - at.start, stop - at.start)
-            for start, stop, at in zip(starts, stops, one, strict=True)
-        )
+        tuple(slice(start - at.start, stop - at.start) for start, stop, at in zip(starts, stops, one, strict=True))
         for one in (box, other)
     ]
     return within[0], within[1]

@@ -1,9 +1,9 @@
 """Quantised weights in the format of compressed-tensors: the scheme in config.json, and the folder as a `TensorSource`.
 
-A matrix `NAME.weight` (N, K) of such a folder is `NAME.weight_packed`, `NAME.weight_scale` and `NAME.weight_shape` where it is int8 or
-int4, and `NAME.weight` and `NAME.weight_scale` in FP8. Matrices of routed experts stay quantised in memory, all others are widened
-when they are read. Tensors have the hub's names, or, for models that no hub architecture describes, our names, except for the
-matrices of experts (`own_pieces`).
+A matrix `NAME.weight` (N, K) of such a folder is `NAME.weight_packed`, `NAME.weight_scale` and `NAME.weight_shape`
+where it is int8 or int4, and `NAME.weight` and `NAME.weight_scale` in FP8. Matrices of routed experts stay quantised in
+memory, all others are widened when they are read. Tensors have the hub's names, or, for models that no hub architecture
+describes, our names, except for the matrices of experts (`own_pieces`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,31 +84,22 @@ class Scheme:
         return QUANTIZED[self.format].kept(shape, scale_dtype, self.group_size)
 
     def check(self, K: int, name: str) -> None:
-        """Refuse a matrix whose K columns the groups do not divide.
-
-        Raises:
-            ConfigError: the columns are no whole groups; names the sizes that fit.
-        """
+        """Refuse a matrix whose K columns the groups do not divide."""
         if self.format != "int4" or K % self.group_size == 0:
             return
         fitting = [str(size) for size in GROUP_SIZES if K % size == 0]
         fix = f"use {' or '.join(fitting)}" if fitting else "use int8"
-        raise ConfigError(
-            "group_size", self.group_size, f"must divide the {K} columns of {name}", fix
-        )
+        raise ConfigError("group_size", self.group_size, f"must divide the {K} columns of {name}", fix)
 
 
 def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
-    """The quantisation scheme in the values of a config.json.
-
-    Raises:
-        ConfigError: the weights are quantised by another method, or in a form that is not read.
-    """
+    """The quantisation scheme in the values of a config.json."""
     found = values[QUANTIZATION]
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method != "compressed-tensors":
         raise ConfigError(
-            f"{where}: {QUANTIZATION} is of {method!r}, and expertmesh reads compressed-tensors, fp8 and mxfp4; quantise the model in BF16 with expertmesh quantize"
+            f"{where}: {QUANTIZATION} is of {method!r}, and expertmesh reads compressed-tensors, fp8 and mxfp4; "
+            "quantise the model in BF16 with expertmesh quantize"
         )
     groups = found.get("config_groups")
     weights = [g.get("weights") for g in groups.values()] if isinstance(groups, dict) else []
@@ -123,7 +114,8 @@ def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
         if is_plain and kind[:2] == ("float", 8) and w.get("block_structure") == [BLOCK, BLOCK]:
             return Scheme("fp8")
     raise ConfigError(
-        f"{where}: {QUANTIZATION} has weights in a form that is not read; {_READ}; quantise the model in BF16 with expertmesh quantize"
+        f"{where}: {QUANTIZATION} has weights in a form that is not read; {_READ}; quantise the model in BF16 with "
+        "expertmesh quantize"
     )
 
 
@@ -133,7 +125,8 @@ def is_expert(name: str) -> bool:
 
 
 def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
-    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its own."""
+    """Pieces between our tensors and a folder with our own names, where each matrix of a stack is a tensor of its
+    own."""
     for name, (shape, _) in tensors.items():
         folder, _, kind = name.rpartition(".")
         if kind not in ("w_in", "w_out") or len(shape) < 2:
@@ -155,28 +148,16 @@ def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
 
 
 class QuantizedModel:
-    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`.
-
-    Args:
-        folder: folder with config.json and safetensors files.
-        scheme: scheme of config.json.
-        pieces: pieces between the model's tensors and the files'.
-        tensors: tensors of the model without quantisation, with the dtypes that they get.
-        left_out: prefixes of tensors in the files that the model lacks.
-
-    Raises:
-        ConfigError: there are no safetensors files.
-        CheckpointError: a tensor is missing, extra, of a wrong shape or type, or cut short; names it.
-    """
+    """The weights of a quantised folder under the names of our model with quantised experts; a `TensorSource`."""
 
     def __init__(
         self,
-        folder: Path,
-        scheme: Scheme,
-        pieces: list[Piece],
-        tensors: Mapping[str, Stored],
+        folder: Path,  # folder with config.json and safetensors files
+        scheme: Scheme,  # scheme of config.json
+        pieces: list[Piece],  # pieces between the model's tensors and the files'
+        tensors: Mapping[str, Stored],  # tensors of the model without quantisation, with the dtypes that they get
         *,
-        left_out: tuple[str, ...] = (),
+        left_out: tuple[str, ...] = (),  # prefixes of tensors in the files that the model lacks
     ) -> None:
         self.path, self.scheme, self._plain = folder, scheme, tensors
         self._files = HubFiles(folder)
@@ -212,7 +193,8 @@ class QuantizedModel:
                 kind = str(entry.dtype).removeprefix("torch.")
                 raise CheckpointError(
                     f"{self.path}: {name} is {kind} of shape {entry.shape}, and {self.scheme.format} needs "
-                    f"{'a floating-point type' if dtype is None else str(dtype).removeprefix('torch.')} of shape {size}; quantise the model again"
+                    f"{'a floating-point type' if dtype is None else str(dtype).removeprefix('torch.')} of shape "
+                    f"{size}; quantise the model again"
                 )
 
     def _is_quantized(self, name: str) -> bool:
@@ -302,7 +284,8 @@ class QuantizedModel:
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """The values of a folder's config.json if its weights are quantised; None: they are not, or are widened when they are read."""
+    """The values of a folder's config.json if its weights are quantised; None: they are not, or are widened when they
+    are read."""
     if not (folder / "config.json").is_file():
         return None
     try:

@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint in the format of torch.distributed.checkpoint: each rank writes its shards and reads the parts it needs.
+"""Tensors of a checkpoint in the format of torch.distributed.checkpoint: each rank writes its shards and reads the
+parts it needs.
 
-Planner and writer of torch are used directly: its `save` would run collectives in the background, hide an OSError, and warn
-where there is no process group. Files are read through memory maps.
+Planner and writer of torch are used directly: its `save` would run collectives in the background, hide an OSError, and
+warn where there is no process group. Files are read through memory maps.
 """
 
 import copy
@@ -32,19 +33,13 @@ Make = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Staged:
-    """Pieces of tensors that one rank writes.
+    """Pieces of tensors that one rank writes."""
 
-    Attributes:
-        plan: the pieces of tensors that this rank writes; no other rank writes them.
-        pieces: their values on the CPU; a piece on the meta device is made by `make` when it is written.
-        metadata: positions of all ranks' pieces in their tensors.
-        make: makes the pieces on the meta device.
-    """
-
-    plan: SavePlan
+    plan: SavePlan  # the pieces of tensors that this rank writes; no other rank writes them
+    # their values on the CPU; a piece on the meta device is made by `make` when it is written
     pieces: dict[MetadataIndex, Tensor]
-    metadata: Metadata
-    make: Make | None = None
+    metadata: Metadata  # positions of all ranks' pieces in their tensors
+    make: Make | None = None  # makes the pieces on the meta device
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +50,8 @@ class Staged:
 class Stager:
     """Copies to the CPU the pieces that this rank writes of a model spread over ranks.
 
-    Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all ranks write about as many bytes.
-    Plan and copies are kept until names, shapes or layout change.
-
-    Args:
-        ranks: the ranks.
+    Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all ranks write about as many
+    bytes. Plan and copies are kept until names, shapes or layout change.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -82,9 +74,7 @@ class Stager:
         for item in self._plan.items:
             tensor = tensors[item.index.fqn].detach()
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            pieces[item.index] = (
-                part if part.is_meta else _copied(part, self._pieces.get(item.index))
-            )
+            pieces[item.index] = part if part.is_meta else _copied(part, self._pieces.get(item.index))
         self._pieces = pieces
         return Staged(self._plan, pieces, self._metadata, make)
 
@@ -129,22 +119,17 @@ class _StagedPlanner(DefaultSavePlanner):
         if make is None or not piece.is_meta:
             return piece
         if self._made is not None:
-            # The writer asks for a piece when the one before is in the file, but holds all pieces until the file is closed.
+            # The writer asks for a piece when the one before is in the file, but holds all pieces until the file is
+            # closed.
             self._made.untyped_storage().resize_(0)
         self._made = make(write_item.index.fqn)
         return self._made
 
 
 def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
-    """Write this rank's pieces into one file, without communication; returns their places in it.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-    """
+    """Write this rank's pieces into one file, without communication; returns their places in it."""
     # no copies ahead: pieces are on the CPU, or are made one at a time
-    writer = FileSystemWriter(
-        folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0
-    )
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     try:
         return writer.write_data(staged.plan, _StagedPlanner(staged)).wait()
@@ -164,13 +149,7 @@ def _hidden_error(error: BaseException, folder: Path) -> BaseException:
 
 
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the index, the file with the place of each piece.
-
-    Args:
-        folder: the checkpoint.
-        metadata: `Staged.metadata`.
-        results: results of `write_tensors` of all ranks.
-    """
+    """Write the index, the file with the place of each piece."""
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(copy.copy(metadata), results)
@@ -180,11 +159,7 @@ class Checkpoint:
     """The tensors of a checkpoint, however many ranks saved them; a `TensorSource`. The index is read once.
 
     Args:
-        path: its folder.
         prefix: prefix of the tensors to read, removed from their names: "model." for the weights of a model.
-
-    Raises:
-        CheckpointError: the index is unreadable.
     """
 
     def __init__(self, path: Path, *, prefix: str = "") -> None:
@@ -197,8 +172,7 @@ class Checkpoint:
         }
         self._places = index.storage_data
         self.tensors = {
-            name: Stored(tuple(entry.size), entry.properties.dtype)
-            for name, (_, entry) in self._entries.items()
+            name: Stored(tuple(entry.size), entry.properties.dtype) for name, (_, entry) in self._entries.items()
         }
 
     def read(self, name: str, box: Box, into: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Pieces of tensors in the files of a checkpoint, copied out of a memory map block by block, without unpickling.
 
-A piece is an archive as `torch.save` writes a tensor: a ZIP file whose entry `data/0` is the tensor's memory, uncompressed.
-Type and shape come from the index of the checkpoint, so that the pickle in the archive is never opened.
+A piece is an archive as `torch.save` writes a tensor: a ZIP file whose entry `data/0` is the tensor's memory,
+uncompressed. Type and shape come from the index of the checkpoint, so that the pickle in the archive is never opened.
 """
 
 import mmap
@@ -30,30 +30,18 @@ class _Map(mmap.mmap):
 
 
 def copy_piece(
-    target: Tensor,
+    target: Tensor,  # the tensor to fill
     path: Path,
-    where: tuple[slice, ...],
+    where: tuple[slice, ...],  # the part, a slice per dimension
     *,
-    offset: int,
-    length: int,
+    offset: int,  # first byte of the archive
+    length: int,  # bytes of the archive
     dtype: torch.dtype,
-    sizes: torch.Size,
+    sizes: torch.Size,  # shape of the piece, stored without gaps
 ) -> None:
     """Copy a part of a piece, some rows at a time: data may be unaligned in the file, and tensors may not.
 
     Only the piece is mapped, so that its pages are free afterwards.
-
-    Args:
-        target: the tensor to fill.
-        path: path of the file.
-        where: the part, a slice per dimension.
-        offset: first byte of the archive.
-        length: bytes of the archive.
-        dtype: type of the piece.
-        sizes: shape of the piece, stored without gaps.
-
-    Raises:
-        CheckpointError: the archive has no such tensor.
     """
     num_bytes = dtype.itemsize * sizes.numel()
     try:
@@ -91,13 +79,7 @@ def copy_piece(
 
 
 def _start_of_data(mapped: _Map, num_bytes: int) -> int:
-    """Offset of the only tensor's memory in a mapped archive, which may begin with other bytes.
-
-    Raises:
-        ValueError: the archive has no tensor of that length.
-        zipfile.BadZipFile: the file is no archive; RuntimeError (NotImplementedError with it): of a kind that is not read here;
-            EOFError: it ends too early.
-    """
+    """Offset of the only tensor's memory in a mapped archive, which may begin with other bytes."""
     with zipfile.ZipFile(mapped) as entries:  # type: ignore[call-overload]
         found = [e for e in entries.infolist() if e.filename.endswith("/data/0")]
         order = [e for e in entries.infolist() if e.filename.endswith("/byteorder")]

@@ -1,8 +1,8 @@
 """The index of a checkpoint, a pickle, read by a restricted unpickler because folders may come from strangers.
 
-`torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command. Here
-only the few classes of an index may occur, pieces must lie in the folder itself, and transformed ones are refused. Of the
-tensors' own files only the tensors' memory is read (`dcp_files.py`).
+`torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command.
+Here only the few classes of an index may occur, pieces must lie in the folder itself, and transformed ones are refused.
+Of the tensors' own files only the tensors' memory is read (`dcp_files.py`).
 """
 
 import io
@@ -51,27 +51,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_plain(path: Path) -> Any:
-    """The object in a pickle of an index, or of a rank's record.
-
-    Raises:
-        CheckpointError: the file is unreadable, or names other classes than an index's.
-        OSError: the file cannot be opened.
-    """
+    """The object in a pickle of an index, or of a rank's record."""
     data = path.read_bytes()
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # unpickling a damaged file may raise anything
-        raise CheckpointError(
-            f"{path}: is unreadable ({error}); choose another checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: is unreadable ({error}); choose another checkpoint") from error
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint: file and offset of each piece of its tensors.
-
-    Raises:
-        CheckpointError: the index is unreadable, or points outside the folder.
-    """
+    """The index of a checkpoint: file and offset of each piece of its tensors."""
     path = folder / ".metadata"
     found = read_plain(path)
     places = list(found.storage_data.values()) if isinstance(found, Metadata) else [None]

@@ -1,4 +1,5 @@
-"""Experts of hub folders in the format of their files: FP8 with a scale per block, and MXFP4, whose numbers keep their values."""
+"""Experts of hub folders in the format of their files: FP8 with a scale per block, and MXFP4, whose numbers keep their
+values."""
 
 from pathlib import Path
 

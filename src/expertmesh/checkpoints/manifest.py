@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: sizes of its files and a checksum per block, so that ranks share the work of comparing them."""
+"""The manifest of a checkpoint: sizes of its files and a checksum per block, so that ranks share the work of comparing
+them."""
 
 import hashlib
 import json
@@ -38,16 +39,8 @@ def described(path: Path, *, block_bytes: int = BLOCK_BYTES) -> dict[str, Any]:
     return {"size": size, "block_bytes": block_bytes, "blocks": sums}
 
 
-def write_manifest(
-    folder: Path, files: Mapping[str, Any], *, version: int = FORMAT_VERSION
-) -> Path:
-    """Write the manifest; returns its path.
-
-    Args:
-        folder: the checkpoint.
-        files: results of `described`, by file name in the folder.
-        version: version of the format.
-    """
+def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int = FORMAT_VERSION) -> Path:
+    """Write the manifest; returns its path. `folder`: the checkpoint."""
     path = folder / NAME
     path.write_text(json.dumps({"format_version": version, "files": files}, indent=1))
     return path
@@ -56,18 +49,14 @@ def write_manifest(
 def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     """Compare a checkpoint with its manifest; reads the whole checkpoint, or a share.
 
-    Shares have about equally many bytes: at most 1 / n of all plus a block. A manifest of an old version has whole files
-    only, each compared by one rank.
+    Shares have about equally many bytes: at most 1 / n of all plus a block. A manifest of an old version has whole
+    files only, each compared by one rank.
 
     Args:
-        path: the checkpoint.
         share: (i, n): the i-th of n parts of its blocks.
 
     Returns:
         Description of the first damage found, or None.
-
-    Raises:
-        CheckpointError: the manifest is of another format version.
     """
     name = NAME
     try:
@@ -94,11 +83,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Refuse a checkpoint of another format version.
-
-    Raises:
-        CheckpointError: the version is another one.
-    """
+    """Refuse a checkpoint of another format version."""
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; use the matching version"
@@ -106,11 +91,7 @@ def check_version(path: Path, version: object) -> None:
 
 
 def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
-    """Units of a file, from its entry in the manifest.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is malformed.
-    """
+    """Units of a file, from its entry in the manifest."""
     size = int(entry["size"])
     if "blocks" not in entry:
         yield _Unit(name, size, 0, size, entry["sha256"])
@@ -122,7 +103,8 @@ def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
 
 
 def _share(units: list[_Unit], position: int, num_parts: int) -> list[_Unit]:
-    """The units of a part, of `num_parts` about equal ones: each unit, largest first, goes to the part with fewest bytes."""
+    """The units of a part, of `num_parts` about equal ones: each unit, largest first, goes to the part with fewest
+    bytes."""
     sizes = [0] * num_parts
     mine = []
     for unit in sorted(units, key=lambda unit: -unit.num_bytes):
@@ -139,9 +121,7 @@ def _sha256(path: Path, start: int, num_bytes: int) -> str:
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_SEQUENTIAL)
-        while data := file.read(
-            min(left, _READ_BYTES) or 1
-        ):  # reads an empty file, too, which may be unreadable
+        while data := file.read(min(left, _READ_BYTES) or 1):  # reads an empty file, too, which may be unreadable
             found.update(data)
             left -= len(data)
             if left <= 0:

@@ -17,11 +17,6 @@ class AdaptedModel:
     """The tensors of a base, W + s B A where there is an adapter; a `TensorSource`.
 
     W + s B A is made for the part that is read, one expert after the other.
-
-    Args:
-        base: the weights W.
-        learned: factors of the adapters, and tensors that replace the base's.
-        config: options of the adapters.
     """
 
     def __init__(self, base: TensorSource, learned: TensorSource, config: AdapterConfig) -> None:

@@ -1,8 +1,9 @@
 """Folders of low-rank adapters in peft's format: their options, and their factors mapped to our parameters.
 
-Adapters are named after modules of transformers, tensors of a hub model's files, or modules of our model inside `ExpertMeshForCausalLM`.
-Our GPT has one matrix for queries, keys and values, and one for gate and up. Adapters of several such modules become one adapter,
-whose rank is the sum of their ranks, and whose second factor has zeros outside each module's rows.
+Adapters are named after modules of transformers, tensors of a hub model's files, or modules of our model inside
+`ExpertMeshForCausalLM`. Our GPT has one matrix for queries, keys and values, and one for gate and up. Adapters of
+several such modules become one adapter, whose rank is the sum of their ranks, and whose second factor has zeros outside
+each module's rows.
 """
 
 import math
@@ -46,24 +47,18 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Options of peft and their values with which an adapter computes W + s B A; other `init_lora_weights` change W, too."""
+"""Options of peft and their values with which an adapter computes W + s B A; other `init_lora_weights` change W,
+too."""
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of a folder of peft.
-
-    Attributes:
-        folder: path of the folder.
-        values: the values of adapter_config.json.
-        tensors: the factors, by name in the file.
-        metadata: metadata of the file of tensors.
-    """
+    """Contents of a folder of peft."""
 
     folder: Path
-    values: Mapping[str, Any]
-    tensors: dict[str, Tensor]
-    metadata: Mapping[str, str]
+    values: Mapping[str, Any]  # the values of adapter_config.json
+    tensors: dict[str, Tensor]  # the factors, by name in the file
+    metadata: Mapping[str, str]  # metadata of the file of tensors
 
     def rank_of(self, module: str) -> int:
         """Rank r of the adapter on a module or a module's parameter."""
@@ -83,22 +78,13 @@ class AdapterFiles:
         return next(found, usual)
 
     def target_parameters(self) -> list[str]:
-        """Parameters of experts that have adapters, by our names.
-
-        Raises:
-            ConfigError: a target is no parameter of experts.
-        """
+        """Parameters of experts that have adapters, by our names."""
         given = self.values.get("target_parameters") or []
         return [_ours(theirs) for theirs in given if not theirs.endswith("_proj.weight")]
 
 
 def read_adapter_files(folder: str | Path) -> AdapterFiles:
-    """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`.
-
-    Raises:
-        ConfigError: the folder holds no adapters, or a pipe or device stands for a file.
-        CheckpointError: their tensors are missing or unreadable.
-    """
+    """Read a folder of peft's `save_pretrained`, or of `expertmesh.integrations.peft.save_adapters`."""
     folder = expanded(folder)
     check_only_files(folder, what=str(folder), depth=1)
     try:
@@ -122,14 +108,13 @@ def read_adapter_files(folder: str | Path) -> AdapterFiles:
         for value in given:
             above_0 = Number(0, types=kind, is_open=True)
             if not above_0.holds(value):
-                raise ConfigError(
-                    f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again"
-                )
+                raise ConfigError(f"{folder}: {name}={value!r} in {CONFIG}: {above_0.rule}; save the adapters again")
     entries, metadata = read_header(folder / WEIGHTS, fix="restore it, or save the adapters again")
     for name, entry in entries.items():
         if entry.dtype not in READABLE:
             raise CheckpointError(
-                f"{folder}: {name} is of type {str(entry.dtype).removeprefix('torch.')}; save the adapters again in float32 or bfloat16"
+                f"{folder}: {name} is of type {str(entry.dtype).removeprefix('torch.')}; save the adapters again in "
+                "float32 or bfloat16"
             )
     tensors = {name: entry.mapped() for name, entry in entries.items()}
     return AdapterFiles(folder, values, tensors, metadata)
@@ -153,17 +138,11 @@ def _ours(theirs: str) -> str:
 
 
 class Factors(NamedTuple):
-    """Factors of the adapter of one of our parameters, (E, ..., K) or (..., K), with all rows in one dimension N.
+    """Factors of the adapter of one of our parameters, (E, ..., K) or (..., K), with all rows in one dimension N."""
 
-    Attributes:
-        a_erK: (e, r, K) first factors; e is E, or 1 where there are no experts.
-        b_eNr: (e, N, r) second factors.
-        scaling: s; 1 where several adapters with a scaling of their own are joined, in whose second factors it is.
-    """
-
-    a_erK: Tensor
-    b_eNr: Tensor
-    scaling: float
+    a_erK: Tensor  # (e, r, K) first factors; e is E, or 1 where there are no experts
+    b_eNr: Tensor  # (e, N, r) second factors
+    scaling: float  # s; 1 where several adapters with a scaling of their own are joined, in whose second factors it is
 
     def scaled(self) -> Tensor:
         """Second factors times s."""
@@ -176,27 +155,16 @@ def _times(b: Tensor, scaling: float) -> Tensor:
 
 
 class ModuleRows(NamedTuple):
-    """Mapping of rows of a peft module to rows of a parameter of ours.
+    """Mapping of rows of a peft module to rows of a parameter of ours."""
 
-    Attributes:
-        parameter: name of our parameter.
-        part: index of the module among the modules that are one parameter of ours.
-        expert: expert of these rows.
-        ours: rows in our parameter, counted over all dimensions but experts and columns.
-        module_rows: the same rows in the module.
-        num_rows: rows of the module, in all.
-        num_columns: columns of module and parameter.
-        num_experts: number of experts whose factors are one tensor in the file.
-    """
-
-    parameter: str
-    part: int
+    parameter: str  # name of our parameter
+    part: int  # index of the module among the modules that are one parameter of ours
     expert: int
-    ours: slice
-    module_rows: slice
+    ours: slice  # rows in our parameter, counted over all dimensions but experts and columns
+    module_rows: slice  # the same rows in the module
     num_rows: int
-    num_columns: int
-    num_experts: int = 1
+    num_columns: int  # columns of module and parameter
+    num_experts: int = 1  # number of experts whose factors are one tensor in the file
 
 
 @dataclass
@@ -236,27 +204,16 @@ def _share_first(parts: Iterable[tuple[ModuleRows, Tensor, Tensor, float]]) -> b
     )
 
 
-def read_factors(
-    files: AdapterFiles, config: ModelConfig, *, multiple: int = 1
-) -> dict[str, Factors]:
-    """The factors of all adapters of a folder, by the names of our parameters.
-
-    Args:
-        files: the folder.
-        config: configuration of their model.
-        multiple: ranks are padded with zeros to a multiple of it.
-
-    Raises:
-        ConfigError: an option of peft makes adapters other than W + s B A, or an adapter is on a module that takes none; names it.
-        CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
-    """
+def read_factors(files: AdapterFiles, config: ModelConfig, *, multiple: int = 1) -> dict[str, Factors]:
+    """The factors of all adapters of a folder, by the names of our parameters."""
     folder, places, spec = files.folder, places_of(config), gpt_spec(config)
     files.target_parameters()  # refuses targets that are not experts
     for name, allowed in _LEFT_OUT.items():
         value = files.values.get(name, allowed[0])
         if value not in allowed:
             raise ConfigError(
-                f"{folder}: {name}={value!r}: is not served, only {allowed[0]!r}; merge the adapter into its model with peft, and"
+                f"{folder}: {name}={value!r}: is not served, only {allowed[0]!r}; merge the adapter into its model "
+                "with peft, and"
                 " give that"
             )
     parts: dict[str, _Parts] = {}
@@ -270,7 +227,8 @@ def read_factors(
         for factor, tensor in (("A", a), ("B", b)):
             if tuple(tensor.shape) != wanted[factor]:
                 raise CheckpointError(
-                    f"{folder}: {module}.lora_{factor}.weight has shape {tuple(tensor.shape)} and must have {wanted[factor]} by r={rank}"
+                    f"{folder}: {module}.lora_{factor}.weight has shape {tuple(tensor.shape)} and must have "
+                    f"{wanted[factor]} by r={rank}"
                     f" in {CONFIG} and this model; use the model that it is of"
                 )
         scaling = files.scaling_of(theirs)
@@ -281,9 +239,7 @@ def read_factors(
             known.append((place, *own, scaling))
     if not parts:
         raise CheckpointError(f"{folder / WEIGHTS}: has no adapter; save the adapters again")
-    return {
-        name: found.factors(spec.by_name[name], multiple=multiple) for name, found in parts.items()
-    }
+    return {name: found.factors(spec.by_name[name], multiple=multiple) for name, found in parts.items()}
 
 
 def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
@@ -300,7 +256,8 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
         of_module = found.setdefault(match["module"], {})
         if match["factor"] in of_module:
             raise CheckpointError(
-                f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; save the adapters "
+                f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; "
+                "save the adapters "
                 "again"
             )
         of_module[match["factor"]] = tensor
@@ -314,7 +271,8 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _by_target(module: str, files: AdapterFiles) -> str:
-    """The name of an adapter's module, with the parameter's name where the adapter is on one; of two, the outer is down_proj's."""
+    """The name of an adapter's module, with the parameter's name where the adapter is on one; of two, the outer is
+    down_proj's."""
     path = module.removesuffix(".base_layer")
     if not path.endswith(".experts"):
         return module
@@ -322,7 +280,8 @@ def _by_target(module: str, files: AdapterFiles) -> str:
     targets = sorted(set(files.target_parameters()), reverse=True)
     if not targets:
         raise CheckpointError(
-            f"{files.folder}: {module} has adapters, and target_parameters in {CONFIG} names none; save the adapters again"
+            f"{files.folder}: {module} has adapters, and target_parameters in {CONFIG} names none; save the adapters "
+            "again"
         )
     ours = targets[-1] if module != path or len(targets) == 1 else targets[0]
     return f"{path}.{IN_HUB[ours]}"
@@ -373,9 +332,7 @@ def _placed(one: Parameter, at: tuple[slice, ...], theirs: slice, num_rows: int)
     for place, size in zip(lead, sizes, strict=True):
         first = first * size + place.start
     count = math.prod(place.stop - place.start for place in lead)
-    return ModuleRows(
-        one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1]
-    )
+    return ModuleRows(one.name, 0, expert, slice(first, first + count), theirs, num_rows, one.shape[-1])
 
 
 def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
@@ -394,9 +351,7 @@ def _fused(one: Parameter, config: ModelConfig) -> Iterator[ModuleRows]:
             yield ModuleRows(one.name, 0, expert, ours, theirs, rows, K, E)
 
 
-def _no_place(
-    folder: Path, module: str, theirs: str, config: ModelConfig
-) -> ConfigError | CheckpointError:
+def _no_place(folder: Path, module: str, theirs: str, config: ModelConfig) -> ConfigError | CheckpointError:
     """The error for an adapter without a place: its module takes none, or the model has no such module."""
     names = {
         name.replace("{expert}", r"\d+").removesuffix(".weight")
@@ -406,7 +361,8 @@ def _no_place(
     }
     if any(re.fullmatch(name.replace(".", r"\."), theirs) for name in names):
         return ConfigError(
-            f"{folder}: has an adapter on {module}, which takes none here: it is on matrices of attention (but kv_b_proj), of dense"
+            f"{folder}: has an adapter on {module}, which takes none here: it is on matrices of attention (but "
+            "kv_b_proj), of dense"
             " layers, and of experts; train it on those, or merge it into its model with peft"
         )
     return CheckpointError(

@@ -19,7 +19,8 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.model_spec import Parameter
 
 ExpertLayout = Literal["fused", "per-expert"]
-"""Adapters of experts on transformers' tensors of all experts, as peft trains them, or on each expert's matrices, for vLLM.
+"""Adapters of experts on transformers' tensors of all experts, as peft trains them, or on each expert's matrices, for
+vLLM.
 
 vLLM knows one rank and one scale of all adapters, so per-expert ones are padded with zeros.
 """
@@ -30,40 +31,26 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 class TrainedAdapter(NamedTuple):
-    """Adapter of one of our parameters.
+    """Adapter of one of our parameters."""
 
-    Attributes:
-        a: (E, r, K), or (r, K) for one matrix, or where all experts share it.
-        b: (E, *rows, r), or (*rows, r).
-        scaling: s.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
+    a: Tensor  # (E, r, K), or (r, K) for one matrix, or where all experts share it
+    b: Tensor  # (E, *rows, r), or (*rows, r)
+    scaling: float  # s
 
 
 def write_peft_folder(
     folder: Path,
     config: ModelConfig,
-    adapters: Mapping[str, TrainedAdapter],
+    adapters: Mapping[str, TrainedAdapter],  # by the names of our parameters
     *,
-    base: str | None,
-    layout: ExpertLayout = "fused",
+    base: str | None,  # the model that they are for, as peft finds it; None: not known
+    layout: ExpertLayout = "fused",  # see `ExpertLayout`. An adapter that all experts share is written once per expert.
     hub_name: Callable[[str], str] = str,
 ) -> None:
     """Write adapters into a folder that exists.
 
     Args:
-        folder: the folder.
-        config: the model.
-        adapters: by the names of our parameters.
-        base: the model that they are for, as peft finds it; None: not known.
-        layout: see `ExpertLayout`. An adapter that all experts share is written once per expert.
         hub_name: returns the name of a tensor in the architecture's files from its name in the spec.
-
-    Raises:
-        ConfigError: the experts are not gated, which transformers' fused ones are.
     """
     spec, places = gpt_spec(config), places_of(config)
     if layout == "per-expert":
@@ -77,7 +64,8 @@ def write_peft_folder(
         is_fused = one.is_expert and layout == "fused"
         if is_fused and name.endswith("w_in") and one.shape[1] != 2:
             raise ConfigError(
-                f"activation={config.activation}: peft's format names gated experts only; keep the adapters in a checkpoint"
+                f"activation={config.activation}: peft's format names gated experts only; keep the adapters in a "
+                "checkpoint"
             )
         for module in _modules(one, hub_name, is_fused=is_fused):
             a, b = _theirs(adapter, places[module])

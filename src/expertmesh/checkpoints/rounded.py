@@ -21,17 +21,11 @@ _SCALE = "_scale"
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """Format of the matrices of a model's routed experts.
+    """Format of the matrices of a model's routed experts."""
 
-    Attributes:
-        format: name of the format in `QUANTIZED`.
-        dtype: dtype of the products, and of scales whose type the format leaves open.
-        group_size: input columns per scale, where the format leaves it open.
-    """
-
-    format: str
-    dtype: torch.dtype
-    group_size: int = 64
+    format: str  # name of the format in `QUANTIZED`
+    dtype: torch.dtype  # dtype of the products, and of scales whose type the format leaves open
+    group_size: int = 64  # input columns per scale, where the format leaves it open
 
     @property
     def text(self) -> str:
@@ -46,18 +40,7 @@ class ExpertFormat:
 
 
 class RoundedExperts:
-    """Tensors of another source with experts in a quantised format; a `TensorSource`.
-
-    Args:
-        source: the other source, with dense experts.
-        scheme: the format.
-
-    Attributes:
-        products_dtype: dtype of the products.
-
-    Raises:
-        ConfigError: columns are no whole groups; names the tensor.
-    """
+    """Tensors of another source with experts in a quantised format; a `TensorSource`."""
 
     def __init__(self, source: TensorSource, scheme: ExpertFormat) -> None:
         self._source, self.scheme, self.products_dtype = source, scheme, scheme.dtype
@@ -68,7 +51,8 @@ class RoundedExperts:
         for name, (shape, _) in source.tensors.items():
             if is_expert(name) and shape[-1] % unit:
                 raise ConfigError(
-                    f"{source.path}: {name} has {shape[-1]} columns, and {scheme.format} needs groups of {unit}; use int8"
+                    f"{source.path}: {name} has {shape[-1]} columns, and {scheme.format} needs groups of {unit}; use "
+                    "int8"
                 )
 
     @property
@@ -111,9 +95,7 @@ class RoundedExperts:
         wide = torch.empty(1, *one, dtype=dtype, device=device)
         self._source.read(matrix, (slice(expert, expert + 1), *whole_box(one)), wide)
         if not wide.isfinite().all():
-            raise ConfigError(
-                f"{self.path}: {matrix} has numbers that are not finite; mend the model first"
-            )
+            raise ConfigError(f"{self.path}: {matrix} has numbers that are not finite; mend the model first")
         return self._form.pack(wide[0], self.scheme.dtype, self.scheme.group_size)
 
     def _kept(self, shape: tuple[int, ...]) -> dict[str, Kept]:
@@ -121,11 +103,7 @@ class RoundedExperts:
 
 
 class WidenedExperts:
-    """Tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`.
-
-    Args:
-        source: a source with a `scheme` and a `products_dtype`, such as `RoundedExperts`.
-    """
+    """Tensors of a source with quantised experts, these widened, one at a time; a `TensorSource`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -54,19 +54,12 @@ _ELEMENTS = 1 << 20
 
 
 class Entry(NamedTuple):
-    """Place, type and shape of a tensor in the files.
-
-    Attributes:
-        path: path of its file.
-        dtype: its type; a type that `DTYPE_NAMES` lacks by its name in the file.
-        shape: its shape.
-        begin: its first byte in the file.
-    """
+    """Place, type and shape of a tensor in the files."""
 
     path: Path
-    dtype: torch.dtype | str
+    dtype: torch.dtype | str  # its type; a type that `DTYPE_NAMES` lacks by its name in the file
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # its first byte in the file
 
     def mapped(self, at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, or a part of it, mapped from its file; not to be written to."""
@@ -91,13 +84,9 @@ class HubFiles:
     """The tensors of a folder by name.
 
     Args:
-        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds where
-            a tensor is in several files.
+        folder: folder with `model.safetensors`, or with shards and `model.safetensors.index.json`, whose word holds
+            where a tensor is in several files.
         renamed: function from the entries by their names in the files to those by the names of the model.
-
-    Raises:
-        ConfigError: the folder has neither, or both.
-        CheckpointError: a file is missing, cut short, or contradicts itself or the index.
     """
 
     def __init__(
@@ -138,11 +127,7 @@ class HubFiles:
         """Merge the two names of a tied matrix into one, whichever of them the files have.
 
         Args:
-            name: name in the model.
             again: second name, which some programs write in addition, or alone.
-
-        Raises:
-            CheckpointError: the files have both, and their values differ.
         """
         other = self.entries.get(again)
         if other is None:
@@ -186,7 +171,6 @@ class HubFiles:
         """Copy a part of a tensor, by blocks of few elements, so that little further memory is needed.
 
         Args:
-            name: name of the tensor.
             at: the part; slices have a start and a stop.
             into: the tensor to fill, of the shape of the part.
             dtype: type to which elements are rounded before they are converted to the type of `into`.
@@ -206,12 +190,7 @@ class HubFiles:
 
 
 def sub_slice(at: slice, cut: slice) -> slice:
-    """The part `cut` of a slice, as a slice of the same dimension.
-
-    Args:
-        at: a slice with a start and a stop.
-        cut: a part, counted from the first element of `at`; not empty.
-    """
+    """The part `cut` of a slice, as a slice of the same dimension."""
     step = at.step or 1
     return slice(at.start + cut.start * step, at.start + (cut.stop - 1) * step + 1, step)
 
@@ -229,11 +208,7 @@ def _files_of_tensors(index: Path) -> dict[str, str]:
 
 
 def _chosen(name: str, entries: list[Entry], placed: Mapping[str, str]) -> Entry:
-    """The entry of a tensor in the file that the index names.
-
-    Raises:
-        CheckpointError: the index names another file, or none and several have the tensor.
-    """
+    """The entry of a tensor in the file that the index names."""
     of_file = {entry.path.name: entry for entry in entries}
     file = placed.get(name, entries[0].path.name)
     if file not in of_file or (len(entries) > 1 and name not in placed):
@@ -255,15 +230,7 @@ def quant_method(values: Mapping[str, Any]) -> Any:
 
 
 def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        path: path of the file.
-        once: whether a name that stands twice in an object is refused.
-
-    Raises:
-        ConfigError: the file is missing, unreadable or no object.
-    """
+    """The object in a JSON file. `once`: whether a name that stands twice in an object is refused."""
     try:
         values = parse_json(path.read_bytes(), once=once)
     except FileNotFoundError:
@@ -276,15 +243,7 @@ def read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
 
 
 def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names, shapes and types of all tensors with what the model needs.
-
-    Args:
-        files: the folder.
-        shapes: shapes that the model needs, by the hub's names.
-
-    Raises:
-        CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that is not in `READABLE`; names it.
-    """
+    """Compare names, shapes and types of all tensors with what the model needs."""
     where, found = files.folder, files.entries
     check_names(where, wanted=set(shapes), found=set(found), fix="restore the files from the hub")
     for name, shape in shapes.items():
@@ -302,17 +261,7 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> None:
-    """Compare the names of all tensors with those that the model needs.
-
-    Args:
-        where: the folder.
-        wanted: names that the model needs.
-        found: names in the files.
-        fix: the fix where tensors are missing, for the message.
-
-    Raises:
-        CheckpointError: a tensor is missing or extra; names it, or one of each.
-    """
+    """Compare the names of all tensors with those that the model needs."""
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
         raise CheckpointError(
@@ -333,15 +282,7 @@ def _counted(names: list[str]) -> str:
 
 
 def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """The entries of a safetensors file by name, and the texts of its metadata.
-
-    Args:
-        path: path of the file.
-        fix: the fix where the file is missing or damaged, for the message.
-
-    Raises:
-        CheckpointError: the file is missing, cut short, or contradicts itself; names the tensor where it is of one.
-    """
+    """The entries of a safetensors file by name, and the texts of its metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -390,12 +331,7 @@ class FileTensor(NamedTuple):
 
 
 def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file, its length not included.
-
-    Args:
-        tensors: the tensors, in the order of their bytes.
-        texts: texts of the metadata.
-    """
+    """The header of a safetensors file, its length not included."""
     entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
     for one in tensors:
@@ -416,12 +352,6 @@ def write_file(
 
     The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each tensor, and
     metadata), then the tensors.
-
-    Args:
-        path: path of the file.
-        tensors: names, types and shapes of the tensors.
-        values: iterator over the tensors, in the same order; one is taken for each of `tensors`.
-        texts: texts of the metadata.
     """
     header = file_header(tensors, texts)
     with path.open("wb") as file:
@@ -433,23 +363,13 @@ def write_file(
 
 
 def write_shards(
-    folder: Path,
-    tensors: Sequence[FileTensor],
-    values: Iterator[Tensor],
+    folder: Path,  # folder of the files
+    tensors: Sequence[FileTensor],  # names, types and shapes of all tensors
+    values: Iterator[Tensor],  # iterator over the tensors, in the same order; one is held at a time
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,  # largest size of a file, unless one tensor is larger
 ) -> int:
-    """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them.
-
-    Args:
-        folder: folder of the files.
-        tensors: names, types and shapes of all tensors.
-        values: iterator over the tensors, in the same order; one is held at a time.
-        shard_bytes: largest size of a file, unless one tensor is larger.
-
-    Returns:
-        Bytes of all tensors.
-    """
+    """Write `model.safetensors`, or shards with their index, as `HubFiles` and transformers read them."""
     shards: list[list[FileTensor]] = [[]]
     for one in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + one.num_bytes > shard_bytes:

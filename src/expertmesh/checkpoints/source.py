@@ -1,6 +1,8 @@
-"""`TensorSource`, the protocol of stored tensors: names, types, shapes, and any part of a tensor read into given memory.
+"""`TensorSource`, the protocol of stored tensors: names, types, shapes, and any part of a tensor read into given
+memory.
 
-Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load_pretrained.py`) are sources. `read_into` fills a model from a source,
+Checkpoints of runs (`dcp.py`) and folders of the hub (`hub/load_pretrained.py`) are sources. `read_into` fills a model
+from a source,
  whole or spread over ranks.
 """
 
@@ -44,12 +46,8 @@ class TensorSource(Protocol):
         """Copy a part of a tensor.
 
         Args:
-            name: name of the tensor.
             box: the part, within the whole tensor.
             into: the tensor to fill, of the shape of the part, any type, on any device.
-
-        Raises:
-            CheckpointError: the files do not hold the part.
         """
 
 
@@ -61,7 +59,8 @@ def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
         targets: tensors by name, plain or DTensors; their global shapes must equal the source's.
 
     Raises:
-        CheckpointError: the source lacks a tensor, or has it in another shape; nothing is read then. Or its files are damaged.
+        CheckpointError: the source lacks a tensor, or has it in another shape; nothing is read then. Or its files are
+            damaged.
     """
     for name, tensor in targets.items():
         stored = source.tensors.get(name)
@@ -69,7 +68,8 @@ def read_into(source: TensorSource, targets: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"{source.path}: has no tensor {name}; it is of another model")
         if stored.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{source.path}: {name} has shape {stored.shape}, the model's is {tuple(tensor.shape)}; it is of another model"
+                f"{source.path}: {name} has shape {stored.shape}, the model's is {tuple(tensor.shape)}; it is of "
+                "another model"
             )
     with torch.no_grad():
         for name, tensor in targets.items():

@@ -6,9 +6,9 @@
         __0_0.distcp, __1_0...   the tensors: one file of each rank, with the pieces that it wrote
         .metadata                file of each piece of each tensor (torch.distributed.checkpoint)
 
-All ranks write into one hidden folder, each a file of its own, and leave a record beside it when the file is on disk. Rank 0
-waits for the records, adds the other files and renames the folder. So a folder with a visible name is complete unless the
-disk damaged it, which the manifest shows. Ranks of several machines need a shared file system.
+All ranks write into one hidden folder, each a file of its own, and leave a record beside it when the file is on disk.
+Rank 0 waits for the records, adds the other files and renames the folder. So a folder with a visible name is complete
+unless the disk damaged it, which the manifest shows. Ranks of several machines need a shared file system.
 
 The background threads communicate through these records alone: process groups belong to the training.
 """
@@ -68,20 +68,16 @@ class CheckpointStore:
     """The checkpoints of one run, written by all its ranks. The run directory's lock keeps other runs out.
 
     Args:
-        folder: folder of the checkpoints, the same for all ranks; made when the first is saved.
-        keep_last: number of newest checkpoints to keep, beside the one with the lowest evaluation loss.
-        keep_every: checkpoints at multiples of this step are kept, too.
-        ranks: the ranks; None: this process alone.
         write: function that writes a rank's tensors into a folder; None: `write_tensors`.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # folder of the checkpoints, the same for all ranks; made when the first is saved
         *,
-        keep_last: int,
-        keep_every: int | None = None,
-        ranks: Ranks | None = None,
+        keep_last: int,  # number of newest checkpoints to keep, beside the one with the lowest evaluation loss
+        keep_every: int | None = None,  # checkpoints at multiples of this step are kept, too
+        ranks: Ranks | None = None,  # the ranks; None: this process alone
         write: Callable[[Path, Staged], list[Any]] | None = None,
     ) -> None:
         self.folder = folder
@@ -103,28 +99,20 @@ class CheckpointStore:
 
     def save(
         self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
+        step: int,  # step of the training, which names the checkpoint
+        tensors: Mapping[str, Tensor],  # by name, on any device; DTensors, and plain ones that are equal on all ranks
+        state: Mapping[str, Any],  # plain JSON values; rank 0's are kept
         *,
-        eval_loss: float | None,
+        eval_loss: float | None,  # evaluation loss of the model as it is now, if known; the lowest is kept as the best
         make: Make | None = None,
     ) -> None:
         """Copy the tensors to the CPU, then write them in the background; training may go on at once.
 
-        Every rank must call. Each copies and writes its own shards, and its share of tensors that several ranks have. Waits first for a
-        previous save that still runs.
+        Every rank must call. Each copies and writes its own shards, and its share of tensors that several ranks have.
+        Waits first for a previous save that still runs.
 
         Args:
-            step: step of the training, which names the checkpoint.
-            tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
-            state: plain JSON values; rank 0's are kept.
-            eval_loss: evaluation loss of the model as it is now, if known; the lowest is kept as the best.
             make: makes the tensors that are on the meta device, one at a time when they are written, in the background.
-
-        Raises:
-            OSError: the previous save failed (disk full, ...), or the folder cannot be made.
-            PeerError: another rank failed; rank 0 raises its error.
         """
         self.wait()
         partial = self.folder / f"{_PARTIAL}{_PREFIX}{step:08d}"
@@ -150,9 +138,7 @@ class CheckpointStore:
         """Wait for the running save, and raise its error, also another rank's. Every rank must call."""
         while self._pending is not None and not self._is_done():
             # Rank 0's save ends last: it waits for all others.
-            concurrent.futures.wait(
-                [self._pending], timeout=_POLL_S if self.ranks.size > 1 else None
-            )
+            concurrent.futures.wait([self._pending], timeout=_POLL_S if self.ranks.size > 1 else None)
 
     def _is_done(self) -> bool:
         """Whether the save is over on all ranks, which clears it; raises its error."""
@@ -177,22 +163,16 @@ class CheckpointStore:
         errors = self.ranks.gather(_described(error))
         if self.ranks.is_leader:  # again: another rank's file may have come since
             shutil.rmtree(self._partial, ignore_errors=True)
-        rank, kind, *words = next(
-            (r, *found) for r, found in enumerate(errors) if found is not None
-        )
+        rank, kind, *words = next((r, *found) for r, found in enumerate(errors) if found is not None)
         if not self.ranks.is_leader:
             told = ": ".join(str(word) for word in (kind, *words) if word is not None)
-            raise PeerError(
-                f"rank {rank} could not write its part of a checkpoint: {told}"
-            ) from error
+            raise PeerError(f"rank {rank} could not write its part of a checkpoint: {told}") from error
         if error is not None:
             raise error
         if kind == "OSError":
             number, text, filename = words
             raise OSError(number, f"rank {rank}: {text}", filename)
-        raise CheckpointError(
-            f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}"
-        )
+        raise CheckpointError(f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}")
 
     def close(self) -> None:
         """Wait for the background thread; errors of its last save are raised by `wait`, not here."""
@@ -237,20 +217,20 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _record(self, path: Path) -> tuple[list[Any], dict[str, Any]]:
-        """Record that another rank left of its written file; waits for it, at most `_GRACE_S` when the run is ending."""
+        """Record that another rank left of its written file; waits for it, at most `_GRACE_S` when the run is
+        ending."""
         end = math.inf
         while not path.exists():
             if self._is_closing.is_set():
                 end = min(end, time.monotonic() + _GRACE_S)
             if self._is_abandoned.is_set() or time.monotonic() > end:
-                raise CheckpointError(
-                    f"{path.name}: another rank did not write its part of a checkpoint"
-                )
+                raise CheckpointError(f"{path.name}: another rank did not write its part of a checkpoint")
             time.sleep(_POLL_S)
         return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
     def prune(self, newest: int) -> None:
-        """Delete checkpoints that are not to be kept. Those after step `newest` are ignored: damaged, or left by an earlier attempt."""
+        """Delete checkpoints that are not to be kept. Those after step `newest` are ignored: damaged, or left by an
+        earlier attempt."""
         paths = [path for path in self.paths() if step_of(path) <= newest]
         keep = set(paths[-self.keep_last :])
         rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
@@ -286,14 +266,10 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
     """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
 
     Args:
-        folder: folder of the checkpoints.
         ranks: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
 
     Returns:
         Path of the checkpoint; None if there is no checkpoint at all.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged, or one is of another format version.
     """
     ranks = Ranks() if ranks is None else ranks
     paths = ranks.on_rank0(lambda: list_checkpoints(folder))
@@ -316,18 +292,12 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint, from its state.json.
-
-    Raises:
-        CheckpointError: the file is unreadable, or of another format version.
-    """
+    """The plain values of a checkpoint, from its state.json."""
     try:
         state = parse_json((path / "state.json").read_bytes())
         version = state["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(
-            f"{path / 'state.json'}: is unreadable; choose another checkpoint"
-        ) from None
+        raise CheckpointError(f"{path / 'state.json'}: is unreadable; choose another checkpoint") from None
     check_version(path, version)
     return cast("dict[str, Any]", state)
 
@@ -350,12 +320,7 @@ def _described(error: BaseException | None) -> tuple[Any, ...] | None:
 
 
 def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write the manifest of all files, flushing those that are not on disk yet.
-
-    Args:
-        folder: folder of the checkpoint.
-        files: known sizes and checksums, by file name.
-    """
+    """Write the manifest of all files, flushing those that are not on disk yet. `folder`: folder of the checkpoint."""
     found = {}
     for path in _files(folder):
         if path.name.startswith(_RECORD):

@@ -11,11 +11,7 @@ from expertmesh.errors import ConfigError
 
 
 def load_torch_file(path: str | Path) -> dict[str, Any]:
-    """Contents of a file of tensors and plain values, on the CPU; no code of the file runs.
-
-    Raises:
-        ConfigError: the file holds other things.
-    """
+    """Contents of a file of tensors and plain values, on the CPU; no code of the file runs."""
     try:
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

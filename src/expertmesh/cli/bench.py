@@ -60,10 +60,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: words after `bench`; for `bench serve` see `bench_serve`.
-
-    Raises:
-        ConfigError: a word breaks a rule, or there is one rank.
-        CollectiveError: a rank is gone.
     """
     if argv[:1] == ["serve"]:
         from expertmesh.cli.bench_serve import run as run_serve

@@ -32,14 +32,7 @@ class BenchServeVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Print throughput and latencies; returns 0, or 1 if a request failed.
-
-    Args:
-        argv: words after `bench serve`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or the server does not answer.
-    """
+    """Print throughput and latencies; returns 0, or 1 if a request failed."""
     options = parsed(BenchServeVerb, argv)
     import asyncio
 

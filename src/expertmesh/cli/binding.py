@@ -14,39 +14,24 @@ Mark = Literal["yes", "no", ""]
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU of a rank.
+    """GPU of a rank."""
 
-    Attributes:
-        index: N of cuda:N.
-        name: product name.
-        node: its NUMA node; None: unknown (as on machines with one node).
-    """
-
-    index: int
-    name: str
-    node: int | None
+    index: int  # N of cuda:N
+    name: str  # product name
+    node: int | None  # its NUMA node; None: unknown (as on machines with one node)
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Cores and GPU of a process.
+    """Cores and GPU of a process."""
 
-    Attributes:
-        host: name of the machine.
-        cores: cores that the process may use, ascending.
-        nodes: NUMA nodes of these cores, ascending.
-        num_nodes: number of NUMA nodes of the machine.
-        threads: torch's number of threads.
-        gpu: GPU of this process, or None.
-        threads_by: variable with which the user set the number of threads, as NAME=VALUE; None: a run measures it.
-    """
-
-    host: str
-    cores: tuple[int, ...]
-    nodes: tuple[int, ...]
-    num_nodes: int
-    threads: int
-    gpu: Gpu | None = None
+    host: str  # name of the machine
+    cores: tuple[int, ...]  # cores that the process may use, ascending
+    nodes: tuple[int, ...]  # NUMA nodes of these cores, ascending
+    num_nodes: int  # number of NUMA nodes of the machine
+    threads: int  # torch's number of threads
+    gpu: Gpu | None = None  # GPU of this process, or None
+    # variable with which the user set the number of threads, as NAME=VALUE; None: a run measures it
     threads_by: str | None = None
 
     def verdict(self) -> tuple[Mark, str]:
@@ -72,19 +57,12 @@ class Binding:
 
 def own_binding(
     *,
-    local_rank: int = 0,
+    local_rank: int = 0,  # index of this process and its GPU on the host
     sysfs: Path = SYSFS,
-    cores: tuple[int, ...] | None = None,
-    gpus: Sequence[Any] | None = None,
+    cores: tuple[int, ...] | None = None,  # cores that this process may use; None: from the system
+    gpus: Sequence[Any] | None = None,  # properties of the GPUs, as from PyTorch; None: from PyTorch
 ) -> Binding:
-    """Binding of this process.
-
-    Args:
-        local_rank: index of this process and its GPU on the host.
-        sysfs: path of sysfs.
-        cores: cores that this process may use; None: from the system.
-        gpus: properties of the GPUs, as from PyTorch; None: from PyTorch.
-    """
+    """Binding of this process."""
     import torch
 
     cores = allowed_cores() if cores is None else cores

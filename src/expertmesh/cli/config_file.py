@@ -13,14 +13,8 @@ from expertmesh.errors import ConfigError, command
 def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
     """Contents of a YAML or JSON file, such as a run's config.json.
 
-    Args:
-        path: path of the file.
-
     Returns:
         The sections, and the recipe if the file has one ("recipe").
-
-    Raises:
-        ConfigError: the file does not exist, is not YAML with sections, or names a module.
     """
     import yaml
 
@@ -65,25 +59,14 @@ def _read_yaml(text: str) -> Any:
 
 
 def flat_values(
-    values: Mapping[Any, Any],
-    names: Sequence[str],
-    path: str,
-    prefix: str = "",
+    values: Mapping[Any, Any],  # values of `read_config_file`, or of a section in them
+    names: Sequence[str],  # dotted names of all options
+    path: str,  # path of the file, for messages
+    prefix: str = "",  # prefix of the names in the section, with a dot
     *,
-    verb: str = "train",
+    verb: str = "train",  # name of the verb, for messages
 ) -> dict[str, Any]:
-    """Values by dotted name, from nested or dotted sections.
-
-    Args:
-        values: values of `read_config_file`, or of a section in them.
-        names: dotted names of all options.
-        path: path of the file, for messages.
-        prefix: prefix of the names in the section, with a dot.
-        verb: name of the verb, for messages.
-
-    Raises:
-        ConfigError: a name is not an option; suggests the nearest one.
-    """
+    """Values by dotted name, from nested or dotted sections."""
     found: dict[str, Any] = {}
     sections = {name.rpartition(".")[0] for name in names if "." in name}
     for key, value in values.items():

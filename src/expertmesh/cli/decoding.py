@@ -47,11 +47,7 @@ def say_precision(precision: "Precision", *more: str) -> None:
 
 
 def check_several(given: dict[str, Any]) -> None:
-    """Raise ConfigError if an option for several processes is given to a single one.
-
-    Args:
-        given: options of the section parallel that are given.
-    """
+    """Raise ConfigError if an option for several processes is given to a single one."""
     if launched_rank()[1] > 1:
         return
     for name, value in given.items():
@@ -65,18 +61,7 @@ def check_several(given: dict[str, Any]) -> None:
 
 
 def load_adapter(engine: "Engine", name: str, folder: str, *, typed: str | None = None) -> None:
-    """Load an adapter of the option --adapter, which errors name.
-
-    Args:
-        engine: engine that loads it.
-        name: name of the adapter.
-        folder: folder of the adapter.
-        typed: value of the option; None: the folder.
-
-    Raises:
-        ConfigError: see `Engine.load_adapter`.
-        CheckpointError: see there.
-    """
+    """Load an adapter of the option --adapter, which errors name. `typed`: value of the option; None: the folder."""
     try:
         engine.load_adapter(name, folder)
     except (ConfigError, CheckpointError) as error:
@@ -90,14 +75,6 @@ def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
 
     SIGTERM, with which torchrun, SLURM and Kubernetes end a process, and SIGHUP of a closed terminal are such failures in
     here: SystemExit with 143 or 129.
-
-    Args:
-        path: path of the file.
-        total: number of answers.
-        unit: plural noun of the answers, for the message.
-
-    Raises:
-        OSError: the file cannot be written; names it.
     """
     file: Growing | None = None
     with ended_by_exit():
@@ -117,14 +94,8 @@ def open_decoder(
     """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
-        options: options of the verb: run, device, dtype and parallel, and where the verb has them engine and adapter.
         num_rows: number of texts in a batch, for which the number of threads is chosen.
         is_asked: whether a user types prompts, which may take long.
-
-    Raises:
-        ConfigError: the run or device does not exist, its family generates no text, or an option needs several ranks.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
-        PeerError: another rank failed, perhaps with the same error, and prints it.
     """
     is_alone = launched_rank()[1] == 1
     given = options.parallel.given()

@@ -41,14 +41,7 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def read_deepspeed_file(path: str) -> Options:
-    """Options by dotted name from a JSON file of DeepSpeed; values of "auto" are left to the recipe.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: the file does not exist, is no JSON object, or has an option without a counterpart.
-    """
+    """Options by dotted name from a JSON file of DeepSpeed; values of "auto" are left to the recipe."""
     try:
         given = json.loads(expanded(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -68,9 +61,6 @@ def read_deepspeed_file(path: str) -> Options:
 
 def options_of_deepspeed(given: Mapping[str, Any], *, num_ranks: int) -> Options:
     """Options by dotted name of DeepSpeed's configuration on so many ranks.
-
-    Raises:
-        ConfigError: an option has no counterpart or another type, or the batch sizes contradict one another.
 
     Example:
         >>> options_of_deepspeed({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, num_ranks=1)
@@ -98,11 +88,7 @@ def options_of_deepspeed(given: Mapping[str, Any], *, num_ranks: int) -> Options
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Refuse a value of another JSON type, and counts below 1.
-
-    Raises:
-        ConfigError: the value is none of this kind.
-    """
+    """Refuse a value of another JSON type, and counts below 1."""
     fits = isinstance(value, kind) and not isinstance(value, bool)
     if not fits or (kind is int and value < 1):
         raise ConfigError(f"{name}={shown(value)}: must be {_CALLED[kind]}; correct it")

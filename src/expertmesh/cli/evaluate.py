@@ -39,16 +39,7 @@ class EvaluateVerb(OnDevice):
 
 
 def run(argv: list[str]) -> int:
-    """Print a line for every metric of every task, and return 0.
-
-    Args:
-        argv: words after `evaluate`.
-
-    Raises:
-        ConfigError: a value breaks a rule, a file is not a task with local data, or lm-evaluation-harness is not
-            installed.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
-    """
+    """Print a line for every metric of every task, and return 0."""
     options = parsed(EvaluateVerb, argv)
     with told_of_data(), loading():
         import torch

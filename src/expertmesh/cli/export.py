@@ -27,15 +27,7 @@ class ExportVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Write the file, print a summary, and return 0.
-
-    Args:
-        argv: words after `export`.
-
-    Raises:
-        ConfigError: a path breaks a rule.
-        CheckpointError: there is no usable checkpoint.
-    """
+    """Write the file, print a summary, and return 0."""
     options = parsed(ExportVerb, argv)
     from expertmesh.training.export import export
 

@@ -9,20 +9,14 @@ from expertmesh.config.plugins import Plugins
 @dataclass(frozen=True)
 class Verb:
     """A verb of a family. `expertmesh --help` imports the module of this object, which therefore imports nothing else.
-
-    Attributes:
-        name: word after `expertmesh`.
-        text: its line of help.
-        run: "module:name" of a function of the words after the verb that returns the exit code; imported when it is called.
-        is_of_all_ranks: whether every process runs it under torchrun; False: rank 0 alone.
-        memory_fix: what a user can do when memory runs out.
     """
 
-    name: str
-    text: str
+    name: str  # word after `expertmesh`
+    text: str  # its line of help
+    # "module:name" of a function of the words after the verb that returns the exit code; imported when it is called
     run: str
-    is_of_all_ranks: bool = False
-    memory_fix: str = "use a smaller model"
+    is_of_all_ranks: bool = False  # whether every process runs it under torchrun; False: rank 0 alone
+    memory_fix: str = "use a smaller model"  # what a user can do when memory runs out
 
     def __call__(self, argv: list[str]) -> int:
         """Run the verb and return its exit code."""

@@ -53,25 +53,15 @@ class TrainVerb(Operation):
 
 
 class ParsedRun(NamedTuple):
-    """Parsed words of `expertmesh train`.
+    """Parsed words of `expertmesh train`."""
 
-    Attributes:
-        recipe: name of the recipe.
-        config: configuration of the run.
-        dry_run: whether the run is only described.
-        family: model family.
-        from_file: dotted names of the options in the `--config` file.
-        from_words: dotted names of the options on the command line.
-        options: the verb's own options.
-    """
-
-    recipe: str
+    recipe: str  # name of the recipe
     config: RunConfig
-    dry_run: bool
-    family: Family
-    from_file: frozenset[str]
-    from_words: frozenset[str]
-    options: TrainVerb
+    dry_run: bool  # whether the run is only described
+    family: Family  # model family
+    from_file: frozenset[str]  # dotted names of the options in the `--config` file
+    from_words: frozenset[str]  # dotted names of the options on the command line
+    options: TrainVerb  # the verb's own options
 
 
 def parse_run_config(
@@ -83,15 +73,10 @@ def parse_run_config(
     keeps its share of the steps, unless `--optim.warmup-steps` is given.
 
     Args:
-        argv: RECIPE, or the folder of a model to fine-tune (`Family.finetune`), `--section.field value` and options of the verb, in any
-            order. The recipe may be left out if the
-            `--config` file names one, or a user's family has only one.
+        argv: RECIPE, or the folder of a model to fine-tune (`Family.finetune`), `--section.field value` and options of
+            the verb, in any order. The recipe may be left out if the `--config` file names one, or a user's family has
+            only one.
         recipes: functions by name; None: recipes of the family, or of all families of this package.
-        kind: the verb.
-
-    Raises:
-        ConfigError: a word is unknown or breaks a rule; one line with the word and the fix.
-        SystemExit: with code 0 after `--help`.
     """
     verb, name, file = name_of(kind), _value_after("--family", argv), _value_after("--config", argv)
     given = None if name is None else find_family(name)

@@ -26,13 +26,7 @@ def name_of(kind: type[BaseModel]) -> str:
 def help_of(
     kind: type[BaseModel], options: Mapping[str, Option] | None = None, *, more: str = ""
 ) -> str:
-    """Text of `expertmesh VERB --help`, wrapped to the terminal.
-
-    Args:
-        kind: the verb.
-        options: all of its options; None: options of its fields.
-        more: text between the words and the options.
-    """
+    """Text of `expertmesh VERB --help`, wrapped to the terminal."""
     options = options_of(kind) if options is None else options
     about, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
     words = [option for option in options.values() if option.spelling.is_word]

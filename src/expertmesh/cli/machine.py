@@ -47,13 +47,7 @@ CPU_USUAL = Efficiency(
 
 
 def measured_cluster(world: "World | None", nodes: list[int], name: str) -> Cluster:
-    """Measured cluster of the ranks of a world, all measuring at once; each number is the minimum over ranks.
-
-    Args:
-        world: the ranks; None: this process alone.
-        nodes: node of each rank.
-        name: name of the cluster.
-    """
+    """Measured cluster of the ranks of a world, all measuring at once; each number is the minimum over ranks."""
     import torch
 
     is_gpu = torch.cuda.is_available()
@@ -222,12 +216,7 @@ def _step_s(config: Any, sequences: int, length: int, world: "World | None" = No
 
 
 def spread_steps(cluster: Cluster, world: "World") -> list[Row]:
-    """Step times of the calibration models sharded over these ranks, for `with_spread_steps`. Every rank must call.
-
-    Args:
-        cluster: cluster of these ranks, with measured links.
-        world: the ranks.
-    """
+    """Step times of the calibration models sharded over these ranks, for `with_spread_steps`. Every rank must call."""
     rows = []
     for raw, (config, sequences, length) in spread_models(cluster, world.size):
         seconds = _step_s(config, sequences, length, world) / _share(cluster.ranks_per_node)
@@ -258,10 +247,6 @@ def with_spread_steps(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
 
     A single rank has no collectives; their hooks, copies and waiting for the slowest rank cost host time per layer,
     which grows with the number of ranks.
-
-    Args:
-        cluster: cluster of these ranks, with measured links.
-        rows: step times from `spread_steps`.
     """
     usual = efficiency_of(cluster, CPU_USUAL)
     e = fit_rows(rows, usual=usual, bounds={"host_s": CPU_BOUNDS["host_s"]})
@@ -270,13 +255,7 @@ def with_spread_steps(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
 
 
 def with_links(path: str, network: Network, per_node: int) -> Cluster:
-    """Cluster of a cluster file with measured links; unmeasured links are unchanged.
-
-    Args:
-        path: path of the file.
-        network: measured links.
-        per_node: number of ranks that share a node's link.
-    """
+    """Cluster of a cluster file with measured links; unmeasured links are unchanged."""
     from expertmesh.costs.communication import assumed_links
 
     cluster, assumed = find_cluster(path), assumed_links(network)
@@ -293,16 +272,7 @@ def with_links(path: str, network: Network, per_node: int) -> Cluster:
 
 
 def write_cluster(cluster: Cluster, path: str) -> Path:
-    """Write a cluster file.
-
-    Args:
-        cluster: the cluster.
-        path: path of the file.
-
-    Raises:
-        ConfigError: the path cannot be a file.
-        OSError: the file cannot be written.
-    """
+    """Write a cluster file."""
     target = output_file("cluster", path)
     write_whole(target, cluster_toml(cluster))
     return target

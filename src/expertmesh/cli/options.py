@@ -15,23 +15,14 @@ from expertmesh.config.fields import Operation, Spelling
 
 @dataclass(frozen=True)
 class Option:
-    """Option of the command line.
+    """Option of the command line."""
 
-    Attributes:
-        name: dotted name in the configuration, such as "model.moe.top_k".
-        spelled: dotted name on the command line, without the names of flat sections.
-        field: field of the configuration.
-        spelling: marks of the field.
-        section: configuration class that has the field.
-        default: value if it is not given; None: it has none, or must be given.
-    """
-
-    name: str
-    spelled: str
-    field: FieldInfo
-    spelling: Spelling
-    section: type[BaseModel]
-    default: object = None
+    name: str  # dotted name in the configuration, such as "model.moe.top_k"
+    spelled: str  # dotted name on the command line, without the names of flat sections
+    field: FieldInfo  # field of the configuration
+    spelling: Spelling  # marks of the field
+    section: type[BaseModel]  # configuration class that has the field
+    default: object = None  # value if it is not given; None: it has none, or must be given
 
     @property
     def flag(self) -> str:
@@ -101,7 +92,6 @@ def options_of(
     """Options of a configuration by their spelling, former and other names not among them.
 
     Args:
-        config: the configuration class.
         name: prefix of the names in the whole configuration, with a dot.
         spelled: prefix of the options on the command line, with a dot.
         default: configuration with the default values; None: defaults of the class.

@@ -29,17 +29,11 @@ _O = TypeVar("_O", bound=Operation)
 
 
 class Split(NamedTuple):
-    """Words after a verb, taken apart.
+    """Words after a verb, taken apart."""
 
-    Attributes:
-        words: bare words in front of `--`.
-        rest: words behind `--`.
-        flags: option and texts by its spelling.
-    """
-
-    words: list[str]
-    rest: list[str]
-    flags: dict[str, tuple[Option, list[str]]]
+    words: list[str]  # bare words in front of `--`
+    rest: list[str]  # words behind `--`
+    flags: dict[str, tuple[Option, list[str]]]  # option and texts by its spelling
 
     def values(self) -> dict[str, Any]:
         """Values by dotted name; numbers are texts still."""
@@ -50,12 +44,7 @@ def parsed(kind: type[_O], argv: Sequence[str]) -> _O:
     """Operation of a verb.
 
     Args:
-        kind: the verb.
         argv: words after the verb's name: options and bare words in any order; behind `--` all are bare.
-
-    Raises:
-        ConfigError: a word is unknown or breaks a rule; one line with the word, the rule and the fix.
-        SystemExit: with code 0 after `--help`.
     """
     if wants_help(argv):
         print(help_of(kind))
@@ -72,11 +61,7 @@ def parsed(kind: type[_O], argv: Sequence[str]) -> _O:
 
 
 def made(kind: type[_O], values: Mapping[str, Any]) -> _O:
-    """Operation with values by dotted name.
-
-    Raises:
-        ConfigError: a value is missing or breaks a rule.
-    """
+    """Operation with values by dotted name."""
     for option in options_of(kind).values():
         if option.field.is_required() and option.name not in values:
             raise ConfigError(
@@ -127,13 +112,8 @@ def split_words(
     """Words of a verb taken apart.
 
     Args:
-        argv: words after the verb.
         options: options by spelling; those that are words say how many bare ones there may be.
-        verb: name of the verb, for messages.
         known: bare words that end a list, if there was none yet.
-
-    Raises:
-        ConfigError: an option is unknown, has no value, or is given twice.
     """
     cut = _num_before_dashes(argv)
     places = [option for option in options.values() if option.spelling.is_word]
@@ -215,20 +195,12 @@ def _has_flag(option: Option) -> bool:
 def _texts_after(
     option: Option,
     words: Sequence[str],
-    ends: Collection[str],
+    ends: Collection[str],  # words that end a list
     *,
-    is_open: bool,
-    is_several: bool,
+    is_open: bool,  # whether bare words may follow, which a switch leaves
+    is_several: bool,  # whether all words up to the next option belong to it; beside prompts a list takes one
 ) -> list[str]:
-    """Words that belong to an option: one; for a list all; for a switch true, false or none.
-
-    Args:
-        option: the option.
-        words: all words after it.
-        ends: words that end a list.
-        is_open: whether bare words may follow, which a switch leaves.
-        is_several: whether all words up to the next option belong to it; beside prompts a list takes one.
-    """
+    """Words that belong to an option: one; for a list all; for a switch true, false or none."""
     following: list[str] = []
     for word in words:
         if (
@@ -251,11 +223,7 @@ def _texts_after(
 
 
 def _values_of_words(kind: type[Operation], split: Split) -> dict[str, Any]:
-    """Values of the bare words of a verb, in the order of its fields; a list takes all that are left.
-
-    Raises:
-        ConfigError: a word is missing, given twice, or one too many.
-    """
+    """Values of the bare words of a verb, in the order of its fields; a list takes all that are left."""
     words = [*split.words, *split.rest]
     found: dict[str, Any] = {}
     places = [option for option in options_of(kind).values() if option.spelling.is_word]
@@ -343,11 +311,7 @@ def listed(texts: Sequence[str]) -> list[str]:
 
 
 def value_of(option: Option, texts: Sequence[str]) -> Any:
-    """Value of an option for the configuration; numbers remain text, which the configuration converts and checks.
-
-    Raises:
-        ConfigError: a text or a list is empty.
-    """
+    """Value of an option for the configuration; numbers remain text, which the configuration converts and checks."""
     if option.is_optional and [text.lower() for text in texts] == ["none"]:
         return None
     if option.is_strict:

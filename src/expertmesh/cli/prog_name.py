@@ -60,7 +60,7 @@ class Flags:
         """Command that can be copied to a shell."""
         return f"{prog_name()} {words}"
 
-    def spell(self, told: object) -> str:
+    def spell(self, text: object) -> str:
         """Text of an error or a `Line` in this spelling; other objects as str."""
-        line = told if isinstance(told, Line) else getattr(told, "line", None)
-        return str(told) if line is None else line.spelled(self)
+        line = text if isinstance(text, Line) else getattr(text, "line", None)
+        return str(text) if line is None else line.spelled(self)

@@ -20,23 +20,14 @@ Asked = str | list[dict[str, Any]]
 
 
 class Prompt(NamedTuple):
-    """Prompt and its place.
-
-    Attributes:
-        asked: the prompt.
-        where: its place in messages, such as a line of a file; "": it is the only one.
-    """
+    """Prompt and its place."""
 
     asked: Asked
-    where: str = ""
+    where: str = ""  # its place in messages, such as a line of a file; "": it is the only one
 
 
 def variables_of(typed: str | None) -> dict[str, Any]:
-    """Variables of a chat template, from the JSON object typed after --chat-template-kwargs.
-
-    Raises:
-        ConfigError: the text is no such object, or has a reserved name.
-    """
+    """Variables of a chat template, from the JSON object typed after --chat-template-kwargs."""
     if typed is None:
         return {}
     from expertmesh.text.chat import RESERVED_VARIABLES
@@ -118,11 +109,7 @@ def _asked_by(json_text: str, where: str) -> Asked:
 
 
 def prompts_of(options: Any) -> list[Prompt]:
-    """Texts to continue, checked before the model is loaded; empty for --interactive.
-
-    Raises:
-        ConfigError: a file or a prompt cannot be used, or there are template variables and no conversation.
-    """
+    """Texts to continue, checked before the model is loaded; empty for --interactive."""
     prompts = _read(options)
     has_talk = options.chat or not all(isinstance(one.asked, str) for one in prompts)
     if options.variables and not has_talk:
@@ -162,11 +149,7 @@ def _read(options: Any) -> list[Prompt]:
 
 
 def read_standard_input() -> str:
-    """All of standard input, as UTF-8 whatever the locale, or in the encoding of its byte-order mark.
-
-    Raises:
-        ConfigError: the input is not text.
-    """
+    """All of standard input, as UTF-8 whatever the locale, or in the encoding of its byte-order mark."""
     raw = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if raw is None else _text_of(raw.read())
 

@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
-    """Print sizes, and the metric of the folder and of its source on the source's validation data, if available.
-
-    Args:
-        folder: quantized folder, from `expertmesh quantize` or another program.
-        most_samples: maximum number of validation samples; None: as in the trainer's evaluations.
-
-    Raises:
-        ConfigError: the format of the folder is not supported.
-        CheckpointError: the folder is damaged.
-    """
+    """Print sizes, and the metric of the folder and of its source on the source's validation data, if available."""
     from expertmesh.checkpoints.compressed_tensors import QuantizedModel
     from expertmesh.runs.open import open_model
     from expertmesh.runs.run_dir import find_model
@@ -32,11 +23,11 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
     print(f"{folder}: experts in {scheme.format}{groups}")
     total = sum(sizes.values())
     print(f"  {total:,} bytes, of which {sizes['experts']:,} are the experts'")
-    told = _told(folder)
-    if told.get("bytes_before"):
-        share = total / told["bytes_before"]
-        print(f"  before {told['bytes_before']:,} bytes: {share:.0%} are left")
-    source = told.get("source")
+    report = _report(folder)
+    if report.get("bytes_before"):
+        share = total / report["bytes_before"]
+        print(f"  before {report['bytes_before']:,} bytes: {share:.0%} are left")
+    source = report.get("source")
     try:
         if source is None:
             raise ConfigError("nothing says what it was made of")
@@ -48,7 +39,7 @@ def report_quantized(folder: Path, *, most_samples: int | None = None) -> None:
         print(f"not measured beside what it was made of: {error}")
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _report(folder: Path) -> dict[str, Any]:
     from expertmesh.config.base import parse_json
     from expertmesh.runs.quantized import REPORT
 

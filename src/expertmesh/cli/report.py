@@ -28,22 +28,15 @@ _TOKENS = 64
 
 class _Runs:
     """Runs of a call, shared by page and summary. Each run is looked up once; the model is kept in memory for a single
-    run.
-
-    Args:
-        family: model family outside this package, as module:name.
-        place: arguments of `open_model`.
-        data_path: where the data of the runs are now; None: where they were.
-        keeps_models: whether opened models are kept in memory.
-    """
+    run."""
 
     def __init__(
         self,
-        family: str | None,
-        place: dict[str, Any],
-        data_path: tuple[str, ...] | None,
+        family: str | None,  # model family outside this package, as module:name
+        place: dict[str, Any],  # arguments of `open_model`
+        data_path: tuple[str, ...] | None,  # where the data of the runs are now; None: where they were
         *,
-        keeps_models: bool,
+        keeps_models: bool,  # whether opened models are kept in memory
     ) -> None:
         from expertmesh.models.registry import find_family
 
@@ -53,12 +46,7 @@ class _Runs:
         self._opened: dict[str, LoadedModel] = {}
 
     def open(self, name: str) -> "LoadedModel":
-        """Model of a run.
-
-        Raises:
-            ConfigError: the path is not a run, or is of another family.
-            CheckpointError: the run has no usable checkpoint.
-        """
+        """Model of a run."""
         from expertmesh.runs.open import open_model
 
         run = self._find(name)
@@ -121,18 +109,7 @@ class ReportVerb(OnDevice):
 
 
 def run(argv: list[str]) -> int:
-    """Run the verb.
-
-    Args:
-        argv: words after `report`.
-
-    Returns:
-        0; with `--check` 1, unless the model is better than its family's baseline.
-
-    Raises:
-        ConfigError: a value breaks a rule.
-        CheckpointError: the run has damaged checkpoints only, or neither a checkpoint nor a step.
-    """
+    """Run the verb. Returns 0; with `--check` 1, unless the model is better than its family's baseline."""
     options = parsed(ReportVerb, argv)
     quantized = [name for name in options.run if is_quantized(name)]
     others = tuple(name for name in options.run if name not in quantized)

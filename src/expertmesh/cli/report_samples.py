@@ -30,17 +30,11 @@ _MOST_CHARACTERS = 20_000_000
 
 @dataclass(frozen=True)
 class Sample:
-    """Prompt and its continuation.
-
-    Attributes:
-        prompt: the prompt.
-        text: the continuation.
-        is_cut: whether it ended at its maximum length, not at the end of the text.
-    """
+    """Prompt and its continuation."""
 
     prompt: str
-    text: str
-    is_cut: bool
+    text: str  # the continuation
+    is_cut: bool  # whether it ended at its maximum length, not at the end of the text
 
 
 def is_python(corpus: "Corpus") -> bool:
@@ -50,12 +44,7 @@ def is_python(corpus: "Corpus") -> bool:
 
 
 def prompts_of(corpus: "Corpus | None", count: int) -> list[str]:
-    """Prompts in the style of the training data.
-
-    Args:
-        corpus: the data; None: unknown, and the prompt is empty.
-        count: number of prompts; they repeat if there are fewer.
-    """
+    """Prompts in the style of the training data."""
     if corpus is None:
         found: Sequence[str] = ("",)
     elif is_python(corpus):
@@ -81,20 +70,12 @@ def _beginning(text: str) -> str:
 def sample(
     opened: "LoadedModel",
     *,
-    prompts: Sequence[str],
-    num_tokens: int,
-    temperature: float,
+    prompts: Sequence[str],  # the prompts; "" is allowed
+    num_tokens: int,  # maximum number of tokens of each
+    temperature: float,  # 0: always the most likely token
     seed: int,
 ) -> list[Sample]:
-    """Continuations of prompts.
-
-    Args:
-        opened: the model.
-        prompts: the prompts; "" is allowed.
-        num_tokens: maximum number of tokens of each.
-        temperature: 0: always the most likely token.
-        seed: seed of sampling.
-    """
+    """Continuations of prompts."""
     from expertmesh.config.sampling import SamplingParams
     from expertmesh.data.data_progress import Progress
     from expertmesh.engine.texts import continued

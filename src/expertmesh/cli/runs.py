@@ -32,14 +32,7 @@ class RunsVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Print the list and return 0, or 1 if checkpoints of a run could not be removed.
-
-    Args:
-        argv: words after `runs`.
-
-    Raises:
-        ConfigError: the path is not a folder, or has no runs.
-    """
+    """Print the list and return 0, or 1 if checkpoints of a run could not be removed."""
     options = parsed(RunsVerb, argv)
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
@@ -64,12 +57,7 @@ def run(argv: list[str]) -> int:
 
 
 def table(runs: Sequence["ListedRun"], width: int | None = None) -> str:
-    """Runs, one per line, or a few lines per run if the columns do not fit the terminal.
-
-    Args:
-        runs: the runs.
-        width: columns; None: the terminal's.
-    """
+    """Runs, one per line, or a few lines per run if the columns do not fit the terminal."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns if width is None else width
     rows = [("run", "recipe", "steps", "loss", "validation", "checkpoints", "size", "")]
     for one in runs:

@@ -56,15 +56,7 @@ class ServeVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Serve until a signal, and return 0, or 128 plus the second signal.
-
-    Args:
-        argv: words after `serve`.
-
-    Raises:
-        ConfigError: a value breaks a rule, the model is not a decoder, or the extra is not installed.
-        CheckpointError: the folder has no usable weights or tokenizer.
-    """
+    """Serve until a signal, and return 0, or 128 plus the second signal."""
     with once_per_host():
         options = parsed(ServeVerb, argv)
         server, engine_config, given = options.server, options.engine, options.parallel.given()
@@ -155,12 +147,7 @@ def _open_engine(
 
 
 def precision_of(engine: "Engine", run: str) -> "Precision":
-    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another.
-
-    Args:
-        engine: the engine.
-        run: its folder.
-    """
+    """Type in which an engine computes, and why: its weights' own, also where a run's training computed in another."""
     from expertmesh.runs.precision import plain_precision, trained_precision
     from expertmesh.runs.run_dir import find_model
 
@@ -177,13 +164,7 @@ def precision_of(engine: "Engine", run: str) -> "Precision":
 
 
 def say_address(name: str, address: str, *, can_chat: bool = True) -> None:
-    """Print where a server answers, or log it if standard output cannot be written: the server goes on.
-
-    Args:
-        name: name of the model.
-        address: address of the server.
-        can_chat: whether it answers conversations.
-    """
+    """Print where a server answers, or log it if standard output cannot be written: the server goes on."""
     text = f"serving {name} at {address} (the page), {address}/v1 (OpenAI's interface)"
     if not can_chat:
         text += "; completions only: no chat template"
@@ -223,11 +204,7 @@ def _follow(run: str, config: EngineConfig, parallel: ParallelConfig) -> int:
 
 
 def keys_of(path: str | None) -> tuple[str, ...]:
-    """API keys of a file, one per line, and of the environment.
-
-    Raises:
-        ConfigError: the file is unreadable or has no key, or the variable is blank.
-    """
+    """API keys of a file, one per line, and of the environment."""
     given = key_of_environment()
     if given == "":
         raise ConfigError(f"{KEY_VARIABLE}: is blank; write a key into it, or unset it")

@@ -15,18 +15,7 @@ from expertmesh.training.heap import keep_freed_memory
 
 
 def parse_and_begin(argv: Sequence[str], kind: type[TrainVerb] = TrainVerb) -> ParsedRun:
-    """Parse the words of a verb that trains; with `train.init_from` the other run's model options are applied.
-
-    Args:
-        argv: see `parse_run_config`.
-        kind: the verb.
-
-    Raises:
-        ConfigError: a word or an option breaks a rule.
-        CheckpointError: the run of `train.init_from` has no usable checkpoint, or a file is missing.
-        PeerError: on the other processes of a host, instead of the errors above.
-        SystemExit: with code 0 after `--help`.
-    """
+    """Parse the words of a verb that trains; with `train.init_from` the other run's model options are applied."""
     with once_per_host():
         parsed = parse_run_config(argv, kind=kind)
         if parsed.config.train.init_from is None:
@@ -52,9 +41,6 @@ _LONGEST = 2048
 
 def _with_length(parsed: ParsedRun) -> RunConfig:
     """Configuration of a fine-tune with sequences as long as its model takes, up to a limit, unless a length is given.
-
-    Raises:
-        ConfigError: a fine-tune has no data of its own.
     """
     config, name = parsed.config, "data.seq_len"
     begin = config.train.init_from
@@ -78,16 +64,7 @@ def _with_length(parsed: ParsedRun) -> RunConfig:
 
 @contextmanager
 def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None]:
-    """Context of a training: libraries are loaded, data preparation is reported, and on a CPU freed memory is kept.
-
-    Args:
-        config: configuration of the run.
-        verbose: report every skipped text by name.
-
-    Raises:
-        ConfigError: the device does not exist.
-        PeerError: on the other processes of a host, instead of it.
-    """
+    """Context of a training: libraries are loaded, data preparation is reported, and on a CPU freed memory is kept."""
     with told_of_data(verbose=verbose), spelling(Flags("train")):
         with loading():
             import expertmesh.training.loop  # noqa: F401

@@ -37,14 +37,8 @@ class SweepVerb(TrainVerb):
 def run(argv: list[str]) -> int:
     """Run the verb.
 
-    Args:
-        argv: words after `sweep`.
-
     Returns:
         0; 1: no run is finished with a finite loss; 128 + N when signal N stopped it after a clean save.
-
-    Raises:
-        ConfigError: a word or an option breaks a rule.
     """
     parsed = parse_and_begin(argv, SweepVerb)
     assert isinstance(parsed.options, SweepVerb)

@@ -18,12 +18,7 @@ _THE_END = b"\0"
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Write a note to standard error; errors of writing are ignored, so that the verb goes on.
-
-    Args:
-        text: the note.
-        end: text after it.
-    """
+    """Write a note to standard error; errors of writing are ignored, so that the verb goes on."""
     with suppress(OSError, ValueError):
         print(text, end=end, file=sys.stderr, flush=True)
 
@@ -71,11 +66,7 @@ class _News(logging.Handler):
 
 @contextmanager
 def told_of_data(*, verbose: bool = False) -> Iterator[None]:
-    """Context that shows messages about data preparation. Under torchrun only rank 0 prints.
-
-    Args:
-        verbose: also every skipped text.
-    """
+    """Context that shows messages about data preparation. Under torchrun only rank 0 prints."""
     log = logging.getLogger("expertmesh.data")
     handler = _News() if launched_rank()[0] == 0 else logging.NullHandler()
     before = log.level, log.propagate

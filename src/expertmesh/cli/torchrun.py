@@ -30,11 +30,7 @@ _FOLLOWS = "follows_another"
 
 @contextmanager
 def once_per_host() -> Iterator[None]:
-    """Context in which only the first process of a host raises errors that all of its processes detect alike.
-
-    Raises:
-        PeerError: on the other processes, instead of a ConfigError or CheckpointError, with the same text.
-    """
+    """Context in which only the first process of a host raises errors that all of its processes detect alike."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -45,11 +41,7 @@ def once_per_host() -> Iterator[None]:
 
 @contextmanager
 def once_by_rank_0() -> Iterator[None]:
-    """Context in which only rank 0 raises errors that all ranks of all hosts detect alike.
-
-    Raises:
-        PeerError: on the other ranks, with the same text.
-    """
+    """Context in which only rank 0 raises errors that all ranks of all hosts detect alike."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -105,7 +97,6 @@ def report_to_elastic(message: str, *, is_mistake: bool, follows: bool = False) 
     other failures precede their consequences.
 
     Args:
-        message: the line that was printed.
         is_mistake: whether it is invalid input, detected before work started.
         follows: whether another rank may have failed before.
     """

@@ -19,15 +19,9 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     """Run the verb.
 
-    Args:
-        argv: words after `train`.
-
     Returns:
         0, or 128 + N when signal N stopped the run after a clean save: 129 a closed terminal, 130 Ctrl-C, 141 a dead pipe,
         143 SIGTERM.
-
-    Raises:
-        ConfigError: a word or an option breaks a rule.
     """
     parsed = parse_and_begin(argv, TrainVerb)
     if parsed.dry_run:
@@ -70,11 +64,7 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
 
 
 def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int = 1) -> str:
-    """Description of a run: resolved configuration, and parameters, FLOPs and memory of each rank if known.
-
-    Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
-    """
+    """Description of a run: resolved configuration, and parameters, FLOPs and memory of each rank if known."""
     from expertmesh.costs.memory_text import bytes_text, memory_text
     from expertmesh.runs.precision import resolve_precision
     from expertmesh.runs.run_dir import RunDir

@@ -14,13 +14,6 @@ def wait_passively(
     """Make OpenMP threads of this process and its children sleep while waiting, unless the user has set how they wait.
 
     OpenMP reads the setting when torch loads it; later calls have no effect.
-
-    Args:
-        environment: environment of this process.
-        loaded: loaded modules.
-
-    Returns:
-        Whether the setting was made.
     """
     if "torch" in loaded or any(environment.get(name) for name in _SETTINGS):
         return False

@@ -1,4 +1,5 @@
-"""Kernels for CPUs that all ranks of a job have: hosts may have different processors, and each instruction set has other bits."""
+"""Kernels for CPUs that all ranks of a job have: hosts may have different processors, and each instruction set has
+other bits."""
 
 import logging
 
@@ -12,12 +13,8 @@ _log = logging.getLogger("expertmesh.comm")
 
 
 def agree_on_kernels(group: RankGroup) -> None:
-    """Lower the kernels for CPUs to the best that all ranks have; one collective where all have the same; every rank must call.
-
-    Raises:
-        ConfigError: the environment names an instruction set that this processor lacks.
-        CollectiveError: a rank is gone.
-    """
+    """Lower the kernels for CPUs to the best that all ranks have; one collective where all have the same; every rank
+    must call."""
     while group.size > 1:
         own = CPU_KERNELS.index(cpu_kernels())
         best, lowest = _ends(own, group)

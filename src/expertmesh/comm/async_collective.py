@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from expertmesh.comm.group import Pending, wait
 
 Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
-"""Function that starts a collective on a tensor. Returns the result, and the handle to wait for before it may be used (None: no wait)."""
+"""Function that starts a collective on a tensor. Returns the result, and the handle to wait for before it may be used
+(None: no wait)."""
 
 
 class _Move:
@@ -36,32 +37,21 @@ class _Move:
 
 
 class AsyncTensor:
-    """Tensor in an asynchronous collective. Differentiable once.
-
-    Args:
-        x: the tensor to send.
-        there: starts the collective.
-        back: starts the collective of the gradient.
-        unpack: converts received data to the result; None: no conversion.
-    """
+    """Tensor in an asynchronous collective. Differentiable once."""
 
     def __init__(
         self,
-        x: Tensor,
-        there: Launch,
-        back: Launch,
-        unpack: Callable[[Tensor], Tensor] | None = None,
+        x: Tensor,  # the tensor to send
+        there: Launch,  # starts the collective
+        back: Launch,  # starts the collective of the gradient
+        unpack: Callable[[Tensor], Tensor] | None = None,  # converts received data to the result; None: no conversion
     ) -> None:
         self._move = _Move(there, back, unpack or (lambda arrived: arrived))
         # Has the shape of x, because autograd expects a gradient of that shape.
         self._sent: Tensor = _Start.apply(x, self._move)
 
     def finish(self) -> Tensor:
-        """Wait for the collective (on a GPU the host does not wait) and return its result. Call it once.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Wait for the collective (on a GPU the host does not wait) and return its result. Call it once."""
         out: Tensor = _Finish.apply(self._sent, self._move)
         return out
 

@@ -14,11 +14,7 @@ SYSFS = Path("/sys")
 
 
 def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
-    """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out.
-
-    Args:
-        sysfs: the mount point of sysfs.
-    """
+    """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out."""
     found = {
         int(folder.name.removeprefix("node")): numbers_of(read_text(folder / "cpulist"))
         for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
@@ -41,16 +37,9 @@ def read_text(path: Path) -> str:
 
 
 def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
-    """Number of the NUMA node nearest to a GPU; None if the system does not say.
-
-    Args:
-        properties: the GPU's `torch.cuda.get_device_properties`.
-        sysfs: the mount point of sysfs.
-    """
+    """Number of the NUMA node nearest to a GPU; None if the system does not say."""
     try:
-        domain, bus, device = (
-            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
-        )
+        domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
         name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
         node = int(read_text(sysfs / "bus/pci/devices" / name / "numa_node"))
     except (AttributeError, ValueError):  # no PCI numbers, or unknown to the kernel
@@ -59,22 +48,14 @@ def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
 
 
 def share_of(
-    local_rank: int,
-    num_local: int,
-    nodes: Sequence[set[int]],
-    allowed: set[int],
+    local_rank: int,  # index of the rank on this machine
+    num_local: int,  # number of ranks on this machine
+    nodes: Sequence[set[int]],  # cores of each NUMA node
+    allowed: set[int],  # cores that the rank may use now. If all are on one node, the rank is bound already.
     *,
     near: AbstractSet[int] = frozenset(),
 ) -> set[int] | None:
-    """Cores of the NUMA node that a rank should run on; None: leave it unbound.
-
-    Args:
-        local_rank: index of the rank on this machine.
-        num_local: number of ranks on this machine.
-        nodes: cores of each NUMA node.
-        allowed: cores that the rank may use now. If all are on one node, the rank is bound already.
-        near: cores of the node nearest to the rank's GPU; empty without a GPU or if its node is unknown.
-    """
+    """Cores of the NUMA node that a rank should run on; None: leave it unbound."""
     mine = [cores & allowed for cores in nodes if cores & allowed]
     if len(mine) < 2 or num_local < 2:
         return None
@@ -91,7 +72,8 @@ def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
 
 @contextmanager
 def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
-    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is "auto".
+    """Bind this process to one NUMA node inside the context, if torchrun started several on this host and `how` is
+    "auto".
 
     Args:
         how: "auto"; any other value binds nothing.
@@ -99,12 +81,7 @@ def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
     """
     local, number = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     cores, before = None, set()
-    if (
-        how == "auto"
-        and local is not None
-        and number is not None
-        and hasattr(os, "sched_setaffinity")
-    ):
+    if how == "auto" and local is not None and number is not None and hasattr(os, "sched_setaffinity"):
         before = os.sched_getaffinity(0)
         nodes = {node: set(own) for node, own in numa_nodes().items()}
         near = _near_gpu(nodes) if has_gpu else set()

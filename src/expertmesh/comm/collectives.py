@@ -22,11 +22,6 @@ FEW_BYTES = 1 << 14
 def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor, Pending | None]:
     """Start an all-gather of equally shaped tensors; not seen by autograd.
 
-    Args:
-        x: any shape and dtype.
-        group: the group of n ranks.
-        where: layer and purpose, for the byte counter and for errors.
-
     Returns:
         (n, ...) in the order of the group's ranks, and the handle to wait for before using it (None: no wait).
     """
@@ -44,15 +39,11 @@ def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor
     return out.view(group.size, *x.shape), pending
 
 
-def start_reduce_scatter(
-    x: Tensor, group: RankGroup, *, where: str
-) -> tuple[Tensor, Pending | None]:
+def start_reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor, Pending | None]:
     """Start a reduce-scatter: tensors are summed over ranks and each rank keeps its block; not seen by autograd.
 
     Args:
         x: (n, ...), block i for the i-th rank of the group.
-        group: the group of n ranks.
-        where: layer and purpose.
 
     Returns:
         (...) this rank's sum, and the handle to wait for before using it.
@@ -115,11 +106,6 @@ in_flight_all_gather = async_all_gather
 def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     """Stack the tensors of all ranks, equal in shape.
 
-    Args:
-        x: (...), any dtype.
-        group: the group of n ranks.
-        where: layer and purpose, for the byte counter and for errors.
-
     Returns:
         (n, ...). Differentiable once: the gradient is reduce-scattered over the same group. Waits for the ranks.
     """
@@ -148,16 +134,8 @@ def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
 
 
 def gather_to_first(x: Tensor, group: RankGroup, *, where: str) -> list[Tensor] | None:
-    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by autograd.
-
-    Args:
-        x: contiguous, any dtype.
-        group: the group of n ranks, n > 1.
-        where: purpose, for the byte counter and for errors.
-
-    Raises:
-        CollectiveError: a rank is gone or late.
-    """
+    """Gather the equally shaped tensors of all ranks on the group's first rank; returns None on the others. Not seen by
+    autograd."""
     parts = [torch.empty_like(x) for _ in range(group.size)] if group.rank == 0 else None
     wait(
         group.start(
@@ -175,11 +153,6 @@ def broadcast_(x: Tensor, group: RankGroup, *, where: str) -> None:
 
     Args:
         x: contiguous, equal in shape and dtype on all ranks.
-        group: the group of n ranks.
-        where: purpose, for the byte counter and for errors.
-
-    Raises:
-        CollectiveError: a rank is gone or late.
     """
     if group.size == 1:
         return

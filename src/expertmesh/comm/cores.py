@@ -1,4 +1,5 @@
-"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its host."""
+"""Number of threads that this process can run at once, from its cores, its container's quota and the other ranks of its
+host."""
 
 import os
 import platform
@@ -15,16 +16,11 @@ _NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Room(NamedTuple):
-    """CPU resources of one process.
+    """CPU resources of one process."""
 
-    Attributes:
-        host: name of the machine.
-        cores: numbers of the cores that the process may run on.
-        quota: CPU quota of its control groups in cores, shared with the other processes in them; None: no limit.
-    """
-
-    host: str
-    cores: tuple[int, ...]
+    host: str  # name of the machine
+    cores: tuple[int, ...]  # numbers of the cores that the process may run on
+    # CPU quota of its control groups in cores, shared with the other processes in them; None: no limit
     quota: float | None
 
 
@@ -41,11 +37,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPU quota in cores: the smallest among this process's control groups; None: no limit.
-
-    Args:
-        root: the directory that holds /proc and /sys.
-    """
+    """CPU quota in cores: the smallest among this process's control groups; None: no limit."""
     found: list[float | None] = []
     bases: tuple[str, ...]
     for line in read_text(root / "proc/self/cgroup").splitlines():
@@ -80,12 +72,7 @@ def _ratio(quota: str, period: str) -> float | None:
 
 
 def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
-    """Number of threads that a process can run at once while all processes of its host do the same; at least 1.
-
-    Args:
-        own: the process's resources.
-        all_rooms: the resources of all processes that compute together, `own` among them.
-    """
+    """Number of threads that a process can run at once while all processes of its host do the same; at least 1."""
     here = [room for room in all_rooms if room.host == own.host]
     share = sum(1 / sum(core in room.cores for room in here) for core in own.cores)
     if own.quota is not None:
@@ -94,13 +81,11 @@ def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
 
 
 def users_threads(launcher: int | None = None) -> str | None:
-    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by torchrun.
+    """Environment variable by which the user has set the number of threads, as NAME=VALUE; None if not set, or set by
+    torchrun.
 
     Torchrun sets OMP_NUM_THREADS=1 for several ranks if the user has not set it. The environment that torchrun itself
     started with tells the two apart.
-
-    Args:
-        launcher: process id of torchrun; None: the parent process.
     """
     name = next((name for name in _NAMES if os.environ.get(name)), None)
     if name is None:
@@ -110,9 +95,6 @@ def users_threads(launcher: int | None = None) -> str | None:
             began_with = Path(f"/proc/{launcher or os.getppid()}/environ").read_bytes()
         except OSError:
             return f"{name}={os.environ[name]}"
-        if not any(
-            began_with.startswith(f"{n}=".encode()) or f"\0{n}=".encode() in began_with
-            for n in _NAMES
-        ):
+        if not any(began_with.startswith(f"{n}=".encode()) or f"\0{n}=".encode() in began_with for n in _NAMES):
             return None
     return f"{name}={os.environ[name]}"

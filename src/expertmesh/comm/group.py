@@ -15,16 +15,14 @@ class Transfer:
     """Record of one collective on one rank.
 
     Attributes:
-        collective: all_gather, reduce_scatter, all_reduce, all_to_all, gather or broadcast.
-        where: layer and purpose of the collective.
-        num_bytes: payload that this rank hands to other ranks when each block goes straight to its receiver:
-            (n - 1) shards for all_gather and reduce_scatter over n ranks, twice (n - 1) / n of the tensor for
-            all_reduce ((n - 1) times a small one on CPUs), the rows for other ranks for all_to_all,
-            the tensor for gather (0 on the first rank) and for broadcast (0 on the others).
+        num_bytes: payload that this rank hands to other ranks when each block goes straight to its receiver: (n - 1)
+            shards for all_gather and reduce_scatter over n ranks, twice (n - 1) / n of the tensor for all_reduce ((n -
+            1) times a small one on CPUs), the rows for other ranks for all_to_all, the tensor for gather (0 on the
+            first rank) and for broadcast (0 on the others).
     """
 
-    collective: str
-    where: str
+    collective: str  # all_gather, reduce_scatter, all_reduce, all_to_all, gather or broadcast
+    where: str  # layer and purpose of the collective
     num_bytes: int
 
 
@@ -36,11 +34,7 @@ class TransferLog:
 
     def num_bytes(self, *, collective: str | None = None, where: str = "") -> int:
         """Sum the bytes of transfers of one kind (None: all) whose `where` contains a text."""
-        return sum(
-            t.num_bytes
-            for t in self.transfers
-            if collective in (None, t.collective) and where in t.where
-        )
+        return sum(t.num_bytes for t in self.transfers if collective in (None, t.collective) and where in t.where)
 
 
 class Traffic:
@@ -70,11 +64,7 @@ class Awaited(Protocol):
     """Protocol of torch's handle of a collective in flight."""
 
     def wait(self) -> object:
-        """Wait for the collective.
-
-        Raises:
-            RuntimeError: the collective failed or timed out.
-        """
+        """Wait for the collective."""
 
 
 class Pending:
@@ -89,11 +79,7 @@ class Pending:
         self._work, self._explain, self._then = work, explain, then
 
     def wait(self) -> None:
-        """Wait for the collective (on a GPU the current stream waits). May be called again.
-
-        Raises:
-            CollectiveError: the collective failed or timed out.
-        """
+        """Wait for the collective (on a GPU the current stream waits). May be called again."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -106,11 +92,7 @@ class Pending:
 
 
 def wait(pending: Pending | None) -> None:
-    """Wait for a collective; None needs no wait.
-
-    Raises:
-        CollectiveError: the collective failed or timed out.
-    """
+    """Wait for a collective; None needs no wait."""
     if pending is not None:
         pending.wait()
 
@@ -120,22 +102,17 @@ class RankGroup:
 
     Args:
         process_group: torch's process group; None for a single rank, which never communicates.
-        ranks: the members' ranks in the default group, in the order of the process group.
-        rank: index of this rank in the group.
-        name: for error messages.
-        timeout_s: timeout of every collective on the group.
-        traffic: records every collective.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
         *,
-        ranks: tuple[int, ...],
-        rank: int,
-        name: str,
-        timeout_s: float,
-        traffic: Traffic,
+        ranks: tuple[int, ...],  # the members' ranks in the default group, in the order of the process group
+        rank: int,  # index of this rank in the group
+        name: str,  # for error messages
+        timeout_s: float,  # timeout of every collective on the group
+        traffic: Traffic,  # records every collective
     ) -> None:
         self.process_group, self.ranks, self.rank = process_group, ranks, rank
         self.name, self.timeout_s, self.traffic = name, timeout_s, traffic
@@ -151,24 +128,13 @@ class RankGroup:
 
     def start(
         self,
-        collective: str,
-        where: str,
-        num_bytes: int,
-        launch: Callable[[dist.ProcessGroup], Awaited | None],
-        then: Callable[[], object] | None = None,
+        collective: str,  # kind of the collective, see `Transfer`
+        where: str,  # layer and purpose, for the log and for errors
+        num_bytes: int,  # see `Transfer`
+        launch: Callable[[dist.ProcessGroup], Awaited | None],  # calls torch with this group
+        then: Callable[[], object] | None = None,  # work on this rank after the collective is done; `wait` calls it
     ) -> Pending:
-        """Launch an asynchronous collective of torch and record it.
-
-        Args:
-            collective: kind of the collective, see `Transfer`.
-            where: layer and purpose, for the log and for errors.
-            num_bytes: see `Transfer`.
-            launch: calls torch with this group.
-            then: work on this rank after the collective is done; `wait` calls it.
-
-        Raises:
-            CollectiveError: the launch failed.
-        """
+        """Launch an asynchronous collective of torch and record it."""
         assert self.process_group is not None, "a group of one rank has nobody to talk to"
 
         def explain(error: BaseException) -> CollectiveError:

@@ -1,4 +1,5 @@
-"""Copies of small GPU tensors to the host that wait only for them, while `tolist` would wait for all work queued on the stream."""
+"""Copies of small GPU tensors to the host that wait only for them, while `tolist` would wait for all work queued on the
+stream."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,6 @@ def beside(device: torch.device) -> Iterator[None]:
     """Launch work on a side stream, which does not wait for the current stream; no effect on a CPU.
 
     Tensors that the work reads must live until the host has waited for the result.
-
-    Args:
-        device: the device of the computation.
     """
     if device.type != "cuda":
         yield

@@ -21,14 +21,13 @@ _GRACE_S = 300.0
 
 @contextmanager
 def ended_with_launcher() -> Iterator[None]:
-    """Context in which this process gets a SIGTERM when torchrun is gone; training then saves and stops. Without torchrun, no effect."""
+    """Context in which this process gets a SIGTERM when torchrun is gone; training then saves and stops. Without
+    torchrun, no effect."""
     if not is_launched():
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(
-        target=_watch, args=(os.getppid(), over), daemon=True, name="launcher"
-    )
+    thread = threading.Thread(target=_watch, args=(os.getppid(), over), daemon=True, name="launcher")
     thread.start()
     try:
         yield
@@ -51,7 +50,8 @@ def _watch(
     stop: Callable[[], None] = _stop,
     end: Callable[[], None] = _end,
 ) -> None:
-    """Call `stop` when the parent is no longer the launcher, and `end` if the process is not over within the grace period."""
+    """Call `stop` when the parent is no longer the launcher, and `end` if the process is not over within the grace
+    period."""
     while not over.wait(_POLL_S):
         if os.getppid() == launcher:
             continue

@@ -20,26 +20,19 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Time and bandwidth of one algorithm on one class of links at one message size.
+    """Time and bandwidth of one algorithm on one class of links at one message size."""
 
-    Attributes:
-        algorithm: all_to_all, all_gather, all_reduce, or two_step: an all-to-all across nodes, then one inside.
-        link: class of the links: "inside" a node, "across" nodes, or "all".
-        num_bytes: bytes that a rank sends to each other rank (all_reduce: bytes of the tensor).
-        seconds: median time of the slowest rank.
-        bus_bytes_per_s: bytes that a rank sends to others per second, comparable between algorithms and numbers of
-            ranks.
-    """
-
-    algorithm: str
-    link: str
-    num_bytes: int
-    seconds: float
+    algorithm: str  # all_to_all, all_gather, all_reduce, or two_step: an all-to-all across nodes, then one inside
+    link: str  # class of the links: "inside" a node, "across" nodes, or "all"
+    num_bytes: int  # bytes that a rank sends to each other rank (all_reduce: bytes of the tensor)
+    seconds: float  # median time of the slowest rank
+    # bytes that a rank sends to others per second, comparable between algorithms and numbers of ranks
     bus_bytes_per_s: float
 
 
 def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
-    """Make this rank's group in each class of links; every rank must call. Ranks of equal index in their nodes form "across" groups."""
+    """Make this rank's group in each class of links; every rank must call. Ranks of equal index in their nodes form
+    "across" groups."""
     members: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
         members.setdefault(node, []).append(position)
@@ -56,13 +49,7 @@ def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
 
 
 def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[LinkMeasurement]:
-    """Measure all algorithms on all classes of links; every rank must exhaust the iterator.
-
-    Args:
-        world: all ranks.
-        nodes: the node of each rank.
-        sizes: bytes for each other rank, one measurement each.
-    """
+    """Measure all algorithms on all classes of links; every rank must exhaust the iterator."""
     groups = link_groups(world, nodes)
     # with nodes of different sizes some ranks would have no partner in another node
     has_two_steps = {"inside", "across"} <= groups.keys() and len(set(map(nodes.count, nodes))) == 1
@@ -93,8 +80,7 @@ def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
 
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
     """All-to-all across nodes, then inside nodes: as many bytes per rank as the flat one, in fewer messages. Nodes must
-    be equal in size.
-    """
+    be equal in size."""
     across, inside = groups["across"], groups["inside"]
     x_PB = _all_to_all(x_PB.view(across.size, -1), across)
     _all_to_all(x_PB.view(inside.size, -1), inside)
@@ -123,12 +109,7 @@ def _slowest(world: World, seconds: float) -> float:
 
 def fit(points: Sequence[LinkMeasurement], nodes: Sequence[int]) -> Network:
     """Fit links to the all-to-all measurements: latency by the smallest, bandwidth by the largest. Links without a
-    measurement are `USUAL_NETWORK`'s.
-
-    Args:
-        points: the results of `measure`.
-        nodes: the node of each rank.
-    """
+    measurement are `USUAL_NETWORK`'s."""
     sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]
     peers = {"inside": max(sizes) - 1, "across": len(sizes) - 1}
     sharing = {"inside": 1, "across": max(sizes)}

@@ -15,17 +15,11 @@ DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class DenseDegrees:
-    """Sizes of the axes of the dense layers; rank = (replica * dp_shard + shard) * tp + tensor part.
+    """Sizes of the axes of the dense layers; rank = (replica * dp_shard + shard) * tp + tensor part."""
 
-    Attributes:
-        dp_replicate: copies of the model.
-        dp_shard: ranks that share one copy's parameters.
-        tp: ranks that share one sequence.
-    """
-
-    dp_replicate: int
-    dp_shard: int
-    tp: int
+    dp_replicate: int  # copies of the model
+    dp_shard: int  # ranks that share one copy's parameters
+    tp: int  # ranks that share one sequence
 
     @property
     def num_ranks(self) -> int:
@@ -38,28 +32,16 @@ class DenseDegrees:
         return self.dp_shard * self.tp
 
 
-def dense_degrees(
-    num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1
-) -> DenseDegrees:
+def dense_degrees(num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1) -> DenseDegrees:
     """Factor the ranks for the dense layers.
 
     Args:
-        num_ranks: number of ranks of the world.
-        dp_replicate: copies of the model.
         dp_shard: ranks that share one copy's parameters; None: num_ranks / (dp_replicate * tp).
-        tp: tensor parallel degree.
-
-    Raises:
-        ConfigError: the product of the degrees is not num_ranks; the message gives the nearest valid choice.
     """
     given = dp_replicate * tp * (dp_shard or 1)
     if given == num_ranks or (dp_shard is None and num_ranks % given == 0):
         return DenseDegrees(dp_replicate, dp_shard or num_ranks // given, tp)
-    valid = [
-        DenseDegrees(r, num_ranks // (r * t), t)
-        for r in divisors(num_ranks)
-        for t in divisors(num_ranks // r)
-    ]
+    valid = [DenseDegrees(r, num_ranks // (r * t), t) for r in divisors(num_ranks) for t in divisors(num_ranks // r)]
 
     def distance(choice: DenseDegrees) -> tuple[float, ...]:
         # Degrees without a default weigh first.
@@ -70,7 +52,8 @@ def dense_degrees(
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
     shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
-        f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} does "
+        f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} "
+        "does "
         f"not make {num_ranks} ranks; nearest: {named('dp_replicate_degree', near.dp_replicate)}, "
         f"{named('dp_shard_degree', near.dp_shard)}, {named('tp_degree', near.tp)}"
     )
@@ -81,14 +64,12 @@ class ExpertDegrees:
     """Sharding of one layer's experts over the W = e * f ranks of one copy.
 
     Attributes:
-        e: number of parts along E.
-        f: number of slices of each expert's hidden size (along F).
         order: slices_inner: neighbouring ranks hold slices of the same experts, rank = i * f + j; experts_inner:
             neighbouring ranks hold different experts, rank = j * e + i.
     """
 
-    e: int
-    f: int
+    e: int  # number of parts along E
+    f: int  # number of slices of each expert's hidden size (along F)
     order: ExpertOrder = "slices_inner"
 
     @property
@@ -109,29 +90,16 @@ class ExpertDegrees:
 
 
 def expert_degrees(
-    num_ranks: int,
+    num_ranks: int,  # W
     *,
-    num_experts: int,
-    hidden_dim: int,
-    es_degree: int | None = None,
-    order: ExpertOrder = "slices_inner",
-    num_replicas: int = 1,
-    tp_degree: int = 1,
+    num_experts: int,  # E
+    hidden_dim: int,  # F
+    es_degree: int | None = None,  # f; None: the smallest for which W / f divides E, which is W / gcd(E, W)
+    order: ExpertOrder = "slices_inner",  # see `ExpertDegrees`
+    num_replicas: int = 1,  # copies of the model, for the message
+    tp_degree: int = 1,  # ranks of a copy that share sequences, for the message
 ) -> ExpertDegrees:
-    """Factor the ranks of one copy for the experts of one layer.
-
-    Args:
-        num_ranks: W.
-        num_experts: E.
-        hidden_dim: F.
-        es_degree: f; None: the smallest for which W / f divides E, which is W / gcd(E, W).
-        order: see `ExpertDegrees`.
-        num_replicas: copies of the model, for the message.
-        tp_degree: ranks of a copy that share sequences, for the message.
-
-    Raises:
-        ConfigError: f does not divide W or F, or W / f does not divide E; names the nearest valid choice.
-    """
+    """Factor the ranks of one copy for the experts of one layer."""
     f = num_ranks // math.gcd(num_experts, num_ranks) if es_degree is None else es_degree
     fits = _slices(num_ranks, num_experts, hidden_dim)
     if f in fits:
@@ -150,18 +118,15 @@ def expert_degrees(
         fix = "use " if tp == tp_degree else f"use {named('tp_degree', tp)} with "
         fix += f"{named('dp_replicate_degree', num_replicas * copies)}, or a hidden_dim divisible by {wanted}"
     raise ConfigError(
-        f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree "
+        f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: "
+        "es_degree "
         f"must divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
     )
 
 
 def _slices(num_ranks: int, num_experts: int, hidden_dim: int) -> list[int]:
     """Valid values of es_degree, ascending."""
-    return [
-        d
-        for d in divisors(num_ranks)
-        if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0
-    ]
+    return [d for d in divisors(num_ranks) if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0]
 
 
 def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
@@ -171,7 +136,8 @@ def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
 
 
 def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
-    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one copy."""
+    """Submesh of `dense_mesh` over which batches are split: its first two axes, or "dp_shard" alone if there is one
+    copy."""
     mesh = dense_mesh(world, degrees)
     return mesh[DENSE_AXES[:2]] if degrees.dp_replicate > 1 else mesh["dp_shard"]
 

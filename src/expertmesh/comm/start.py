@@ -1,10 +1,10 @@
 """Rendezvous of the ranks that torchrun started, safe after restarts.
 
-The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under the
-same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker than
-its peers reads the addresses of killed ranks, and cannot connect: "connectFullMesh failed ... Connection refused". The
-restart count that torchrun hands out does not help with several nodes, because each agent counts for itself. Here the
-living ranks agree on a fresh name, which prefixes all keys.
+The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under
+the same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker
+than its peers reads the addresses of killed ranks, and cannot connect: "connectFullMesh failed ... Connection refused".
+The restart count that torchrun hands out does not help with several nodes, because each agent counts for itself. Here
+the living ranks agree on a fresh name, which prefixes all keys.
 """
 
 import time
@@ -26,10 +26,6 @@ def start_group(backend: str, *, timeout_s: float) -> None:
         backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the GPU of the rank's LOCAL_RANK becomes its current
             device.
         timeout_s: timeout of the rendezvous and of every collective.
-
-    Raises:
-        CollectiveError: a rank did not join in time, or could not be reached.
-        ConfigError: this host has more ranks than GPUs.
     """
     if "nccl" in backend:
         _take_gpu()
@@ -64,7 +60,8 @@ def _take_gpu() -> None:
     number, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()
     if number >= num_gpus:
         raise ConfigError(
-            f"rank {number} of this host has no GPU, there are {num_gpus}; give torchrun --nproc-per-node {num_gpus} at most"
+            f"rank {number} of this host has no GPU, there are {num_gpus}; give torchrun --nproc-per-node {num_gpus} "
+            "at most"
         )
     torch.cuda.set_device(number)
 
@@ -74,15 +71,6 @@ def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float
 
     Each rank other than 0 takes a new question number, which only the living rank 0 can answer. Rank 0 answers all
     questions, dead ranks' too, until every rank has acknowledged the new name.
-
-    Args:
-        store: store shared by all ranks; dead ranks may have used it.
-        rank: the rank of this process.
-        num_ranks: number of ranks; all must call.
-        timeout_s: timeout of the whole exchange.
-
-    Raises:
-        torch.distributed.DistError: a rank did not join in time.
     """
     if rank:
         number = store.add("expertmesh/questions", 1)

@@ -18,25 +18,12 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 def device_type_of(backends: str, *, has_gpu: bool) -> str:
-    """Device type of the tensors of a process group: "cuda" if it has NCCL for them and there is a GPU, else "cpu".
-
-    Args:
-        backends: the group's backends in torch's format: "cpu:gloo,cuda:nccl".
-        has_gpu: whether this process has a GPU.
-    """
+    """Device type of the tensors of a process group: "cuda" if it has NCCL for them and there is a GPU, else "cpu"."""
     return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
 
 
 def check_backend(device_type: str, backends: str) -> None:
-    """Raise ConfigError if a process group has no backend for a type of device.
-
-    Args:
-        device_type: the device type of the tensors.
-        backends: see `device_type_of`.
-
-    Raises:
-        ConfigError: the group has no backend for this type.
-    """
+    """Raise ConfigError if a process group has no backend for a type of device."""
     known = _backend_of(backends)
     if device_type not in known:
         fix = "nccl" if device_type == "cuda" else "cpu:gloo,cuda:nccl"
@@ -77,10 +64,10 @@ class World:
     """All ranks of one process group, with the groups and meshes among them, created on first use.
 
     Positions count the ranks of the group from 0. Layers of one model share one world, because each new group costs
-    threads and connections; `close` destroys them. On CPUs they agree on one set of kernels. If the given group is not torch's default group, its members must so
-    far have been in equally many groups, because torch names new subgroups by that number. Create only one world over
-    such a group: after a `close`, groups of another world can get names of closed groups, whose old addresses are still
-    in torch's store.
+    threads and connections; `close` destroys them. On CPUs they agree on one set of kernels. If the given group is not
+    torch's default group, its members must so far have been in equally many groups, because torch names new subgroups
+    by that number. Create only one world over such a group: after a `close`, groups of another world can get names of
+    closed groups, whose old addresses are still in torch's store.
 
     Args:
         group: any process group; None: torch's default group.
@@ -228,9 +215,7 @@ class World:
             cells = grid.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
             groups.append(self._group_of_axis(self.group(cells, name=f"axis {name}")))
         ranks = torch.tensor(self.ranks)[grid]
-        self._meshes[key] = DeviceMesh.from_group(
-            groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(names)
-        )
+        self._meshes[key] = DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(names))
         return self._meshes[key]
 
     def _group_of_axis(self, group: RankGroup) -> dist.ProcessGroup:

@@ -52,23 +52,18 @@ class FieldError(ConfigError):
 
     Args:
         location: Names from the outermost configuration down to the field; numbers are places in a tuple.
-        value: The offending value.
-        rule: The rule it breaks.
-        fix: What to do.
         near: Dotted name of the option that was meant, of the same configuration; the fix asks for it.
-
-    Attributes:
-        location: As given; one name is a location of one.
     """
 
     def __init__(
         self,
         location: Location | str,
-        value: object,
-        rule: str,
-        fix: str = "",
+        value: object,  # The offending value
+        rule: str,  # The rule it breaks
+        fix: str = "",  # What to do
         near: str | None = None,
     ) -> None:
+        # As given; one name is a location of one
         self.location: Location = (location,) if isinstance(location, str) else location
         self._near = near
         fix = fix if near is None else f"did you mean {named(near)}?"
@@ -506,11 +501,7 @@ def is_there(path: str | Path) -> bool:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with ~ and ~user replaced by the home folder.
-
-    Raises:
-        ConfigError: the path is empty, there is no such user, or this one has no home folder.
-    """
+    """A path with ~ and ~user replaced by the home folder."""
     if not str(path).strip():
         raise ConfigError("path", "''", *EMPTY)
     try:
@@ -524,11 +515,7 @@ def parse_json(data: bytes | str, *, once: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
-        data: the text.
         once: whether a name that stands twice in an object is refused; else the last one counts.
-
-    Raises:
-        ValueError: the text is not JSON, or nested too deep, or has a name twice.
     """
     try:
         return json.loads(data, object_pairs_hook=_each_once if once else None)
@@ -545,11 +532,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def cache_root(given: str | None) -> Path:
-    """The cache folder that an option names; without one, the user's.
-
-    Raises:
-        ConfigError: the path begins with ~ or ~user, and there is no such home folder.
-    """
+    """The cache folder that an option names; without one, the user's."""
     return expanded(given) if given else user_cache_dir()
 
 
@@ -566,10 +549,6 @@ def key_of_environment() -> str | None:
 
 
 def user_cache_dir() -> Path:
-    """Folder for files that can be recomputed: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh.
-
-    Raises:
-        ConfigError: there is no home folder.
-    """
+    """Folder for files that can be recomputed: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else expanded("~/.cache")) / "expertmesh"

@@ -24,11 +24,7 @@ _Pipe = IO[bytes] | io.FileIO
 
 
 class ChildEndedError(Exception):
-    """The process ended in place of an answer.
-
-    Args:
-        returncode: its exit code; of a signal, the negative number.
-    """
+    """The process ended in place of an answer. `returncode`: its exit code; of a signal, the negative number."""
 
     def __init__(self, returncode: int) -> None:
         super().__init__(returncode)
@@ -37,10 +33,6 @@ class ChildEndedError(Exception):
 
 class ChildProcess:
     """A process that runs a module, whose body calls `answer_requests`. Thread-safe; a fork has a process of its own.
-
-    Args:
-        module: name of the module.
-        what: the process in words, as subject of an error.
     """
 
     def __init__(self, module: str, what: str) -> None:
@@ -49,12 +41,7 @@ class ChildProcess:
         _all.add(self)
 
     def ask(self, asked: bytes) -> bytes:
-        """Answer to a request; requests wait for each other.
-
-        Raises:
-            ChildEndedError: the process ended; the next request starts another.
-            ConfigError: the process cannot start.
-        """
+        """Answer to a request; requests wait for each other."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()  # somebody ended it between two requests

@@ -71,11 +71,7 @@ class Device(Config):
     """Sources of the numbers."""
 
     def flops_per_s(self, precision: Precision) -> float:
-        """Peak of dense products in one precision, per second; FP8 on a device without it counts as BF16.
-
-        Raises:
-            ConfigError: the precision is FP64, of which no rate is kept.
-        """
+        """Peak of dense products in one precision, per second; FP8 on a device without it counts as BF16."""
         if precision == "float64":
             fix = "use float32, bfloat16 or float16"
             raise ConfigError("precision", precision, "has no known rate on any device", fix)

@@ -18,9 +18,6 @@ def counted(text: str, *, base: int) -> float:
         text: digits with k, M, G (or B) or T.
         base: 1000, or 1024 for lengths.
 
-    Raises:
-        FieldError: the text is no number.
-
     Example:
         >>> from expertmesh.config.counted import counted
         >>> counted("8k", base=1024), counted("1.5T", base=1000)

@@ -11,11 +11,7 @@ _LOCAL = ("json", "csv", "text", "parquet", "arrow")
 
 
 def check_task(path: Path) -> None:
-    """Refuses a file that defines no task with local data; does not need lm-evaluation-harness.
-
-    Raises:
-        ConfigError: the path is no file, the file no task, or its data would be downloaded.
-    """
+    """Refuses a file that defines no task with local data; does not need lm-evaluation-harness."""
     if not path.is_file():
         raise ConfigError("tasks", path, "is no file", "give a YAML file of a task")
     try:

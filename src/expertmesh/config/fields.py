@@ -17,33 +17,19 @@ from expertmesh.config.output_file import output_file
 
 @dataclass(frozen=True)
 class Spelling:
-    """Spelling of an option on the command line.
+    """Spelling of an option on the command line."""
 
-    Attributes:
-        metavar: placeholder of its value in help; "": by its type.
-        also: other names of the option, which are read and not shown.
-        stands_for: names under which functions of the library know it.
-        hides: options of a section that are not on the command line.
-        is_word: whether it is given as a bare word, in the order of the fields.
-        is_each: whether the option stands before each of several values, which may have blanks and commas.
-        is_flat: whether the options of a section are written without its name.
-        is_read: whether it names files that are read.
-        is_written: whether it names a file that is written.
-        is_options: whether it names a file with values of the other options.
-        is_free: whether its text may be blank, as a prompt.
-    """
-
-    metavar: str = ""
-    also: tuple[str, ...] = ()
-    stands_for: tuple[str, ...] = ()
-    hides: frozenset[str] = frozenset()
-    is_word: bool = False
-    is_each: bool = False
-    is_flat: bool = False
-    is_read: bool = False
-    is_written: bool = False
-    is_options: bool = False
-    is_free: bool = False
+    metavar: str = ""  # placeholder of its value in help; "": by its type
+    also: tuple[str, ...] = ()  # other names of the option, which are read and not shown
+    stands_for: tuple[str, ...] = ()  # names under which functions of the library know it
+    hides: frozenset[str] = frozenset()  # options of a section that are not on the command line
+    is_word: bool = False  # whether it is given as a bare word, in the order of the fields
+    is_each: bool = False  # whether the option stands before each of several values, which may have blanks and commas
+    is_flat: bool = False  # whether the options of a section are written without its name
+    is_read: bool = False  # whether it names files that are read
+    is_written: bool = False  # whether it names a file that is written
+    is_options: bool = False  # whether it names a file with values of the other options
+    is_free: bool = False  # whether its text may be blank, as a prompt
 
     @classmethod
     def of(cls, field: FieldInfo) -> Self:

@@ -8,15 +8,7 @@ from typing import IO
 
 
 def exclusive(path: Path, *, wait: bool = True) -> IO[str]:
-    """A lock file that nobody else holds, open and locked until it is closed; made if it does not exist.
-
-    Args:
-        path: the file.
-        wait: whether to wait for a process that holds it.
-
-    Raises:
-        BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.
-    """
+    """A lock file that nobody else holds, open and locked until it is closed; made if it does not exist."""
     return _locked(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 

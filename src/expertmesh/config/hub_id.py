@@ -9,9 +9,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def how_to_fetch(given: str | Path) -> str:
     """Hint to download a model of the hub, to append to an error's fix; empty where the text is no hub id.
 
-    Args:
-        given: the user's text, which names no folder.
-
     Example:
         >>> how_to_fetch("Qwen/Qwen3-30B-A3B")
         '; if it is a model of the hub, download it first: hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B'

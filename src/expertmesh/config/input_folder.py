@@ -22,9 +22,6 @@ def check_only_files(folder: Path, *, what: str, depth: int = _DEPTH) -> None:
         folder: the folder to check; a path that is missing or no folder passes.
         what: name of the folder in messages, for example "run runs/x".
         depth: levels of folders to look into.
-
-    Raises:
-        ConfigError: there is a pipe, socket or device; the message names it.
     """
     try:
         entries = list(os.scandir(folder))

@@ -25,19 +25,12 @@ Reference = Literal["start", "none"]
 
 
 class LossOptions(NamedTuple):
-    """Options of a preference loss.
+    """Options of a preference loss."""
 
-    Attributes:
-        beta: usual `objective.beta`.
-        reads: further options that change it.
-        sft_weight: usual `objective.sft_weight`.
-        gamma: usual `objective.gamma`; None: it has none.
-    """
-
-    beta: float = 0.1
-    reads: tuple[str, ...] = ("reference",)
-    sft_weight: float = 0.0
-    gamma: float | None = None
+    beta: float = 0.1  # usual `objective.beta`
+    reads: tuple[str, ...] = ("reference",)  # further options that change it
+    sft_weight: float = 0.0  # usual `objective.sft_weight`
+    gamma: float | None = None  # usual `objective.gamma`; None: it has none
 
     @property
     def has_reference(self) -> bool:
@@ -138,10 +131,6 @@ def with_usual(changes: Mapping[str, Any], *, begins_with: str | None) -> dict[s
     """Changes to a recipe, with what is usual for the objective that they name where they say nothing else.
 
     That is the learning rate and, for a model that was trained already, routers that rest.
-
-    Args:
-        changes: new values by dotted name.
-        begins_with: the recipe's `train.init_from`.
     """
     rates = LEARNING_RATES.get(changes.get("objective.name", ""))
     if rates is None:

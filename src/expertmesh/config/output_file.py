@@ -20,11 +20,7 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
 
     Args:
         option: name of the option, as "output" or "page".
-        name: path of the file.
         read: files that the same call reads, which must not be replaced.
-
-    Raises:
-        ConfigError: the path is no regular file, is one of `read`, or lies in no folder that can be written.
     """
     path = expanded(name)
     if str(name) == "-" or path.is_dir() or (path.exists() and not path.is_file()):
@@ -49,15 +45,7 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
 
 
 def new_folder(option: str, name: str | Path) -> Path:
-    """The path of a folder that work will make, checked: nothing is there, and it can be made.
-
-    Args:
-        option: name of the option, as "to".
-        name: path of the folder.
-
-    Raises:
-        ConfigError: something is there, or it lies below a file or in a folder that cannot be written.
-    """
+    """The path of a folder that work will make, checked: nothing is there, and it can be made."""
     path = expanded(name)
     if os.path.lexists(path):
         raise ConfigError(option, name, "exists already", "choose another folder")
@@ -75,9 +63,6 @@ def new_folder(option: str, name: str | Path) -> Path:
 
 def check_folder(path: Path) -> None:
     """Try a folder that work will write to: make a file in it, or in the nearest folder above that is there, and delete it.
-
-    Raises:
-        OSError: it is a file, or cannot be written; names it.
     """
     place = _nearest(path)
     with naming(path, place):
@@ -92,11 +77,7 @@ def _nearest(path: Path) -> Path:
 
 
 def check_file(path: Path) -> None:
-    """Try a file that work will write or add to, without a change of it.
-
-    Raises:
-        OSError: it is a folder, or cannot be written; names it.
-    """
+    """Try a file that work will write or add to, without a change of it."""
     if os.path.lexists(path):
         with naming(path):
             if path.is_dir() or not os.access(path, os.W_OK):
@@ -111,10 +92,6 @@ def check_file(path: Path) -> None:
 @contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
     """Make an `OSError` of writing name the user's path: the system's own names no file, a partial file, or the source of a copy.
-
-    Args:
-        path: the file or folder as the user named it.
-        partial: its path until it is complete; None: the same path.
     """
     try:
         yield
@@ -162,11 +139,7 @@ def complete_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete partial files and folders, `.NAME.partial-PID`, of processes that are dead.
-
-    Args:
-        path: the complete file or folder, which need not exist.
-    """
+    """Delete partial files and folders, `.NAME.partial-PID`, of processes that are dead."""
     form = re.compile(
         rf"\.(?:{re.escape(path.name)}\.partial-(\d+)|{re.escape(path.stem)}\.partial-(\d+){re.escape(path.suffix)})"
     )
@@ -198,27 +171,14 @@ def _is_another(pid: int) -> bool:
 
 
 class Growing:
-    """A file of texts, each handed to the system when it is written (no fsync), in a partial file until the end.
-
-    Args:
-        file: the partial file, unbuffered.
-        path: the file as the user named it, for errors.
-
-    Attributes:
-        rest: where the texts before a failure are; None: there were none, or nothing failed.
-        count: texts that are written.
-    """
+    """A file of texts, each handed to the system when it is written (no fsync), in a partial file until the end."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path, self._size, self.count = file, path, 0, 0
-        self.rest: Path | None = None
+        self.rest: Path | None = None  # where the texts before a failure are; None: there were none, or nothing failed
 
     def write(self, text: str) -> None:
-        """Add a text.
-
-        Raises:
-            OSError: it cannot be written; names the file. After this and after an interrupt none of the text is there.
-        """
+        """Add a text."""
         data, done = text.encode(), 0
         try:
             with naming(self._path):
@@ -239,9 +199,6 @@ def growing(path: Path) -> Iterator[Growing]:
     Afterwards the file is complete at its path. After a failure, also of the last rename, what was at the
     path is unchanged, and the texts written until then are in `NAME.part`, or in `NAME.part2` and so on where something
     has that name; where no such file can be made, they stay in the partial file. `Growing.rest` says where.
-
-    Raises:
-        OSError: the file cannot be opened, written or renamed; names it. Errors from inside are unchanged.
     """
     target = path.resolve()  # a link stays one
     partial = _partial(target)
@@ -278,10 +235,6 @@ def _set_aside(partial: Path, target: Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text as UTF-8, all of it or nothing.
-
-    Raises:
-        OSError: the file cannot be written; the old one is unchanged.
-    """
+    """Write a text as UTF-8, all of it or nothing."""
     with complete(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -13,21 +13,18 @@ class Plugins(Mapping[str, Kind]):
     """Objects of one kind by name, each imported when it is asked for; iteration leaves out those that cannot be.
 
     Args:
-        option: word for the kind in messages, for example "family".
-        kind: class of the objects.
-        group: group of entry points by which installed packages add objects.
-        ours: objects of this distribution by name, or the "module:name" of one, whose package may be absent. They win over entry points.
-        key: attribute of the objects that has their name.
+        ours: objects of this distribution by name, or the "module:name" of one, whose package may be absent. They win
+            over entry points.
     """
 
     def __init__(
         self,
-        option: str,
-        kind: type[Kind],
-        group: str,
+        option: str,  # word for the kind in messages, for example "family"
+        kind: type[Kind],  # class of the objects
+        group: str,  # group of entry points by which installed packages add objects
         ours: Mapping[str, Kind | str] | None = None,
         *,
-        key: str = "name",
+        key: str = "name",  # attribute of the objects that has their name
     ) -> None:
         self._option, self._kind, self._group, self._key = option, kind, group, key
         self._ours = ours or {}
@@ -39,12 +36,7 @@ class Plugins(Mapping[str, Kind]):
         return tuple(dict.fromkeys([*self._ours, *sorted(entry_points(group=self._group).names)]))
 
     def __getitem__(self, name: str) -> Kind:
-        """The object of a name.
-
-        Raises:
-            KeyError: nobody has this name.
-            ConfigError: its package is absent or broken.
-        """
+        """The object of a name."""
         given = self._ours.get(name) if isinstance(name, str) else None
         if isinstance(given, str):
             return self._load(EntryPoint(name, given, self._group))

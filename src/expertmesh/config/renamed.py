@@ -34,11 +34,7 @@ def _say(former: str, current: str) -> None:
 
 
 def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the current names of their options.
-
-    Raises:
-        ConfigError: an option is given by both of its names.
-    """
+    """Values by the current names of their options."""
     found = {}
     for name, value in values.items():
         current = current_name(name)

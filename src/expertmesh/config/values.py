@@ -60,25 +60,15 @@ def some_of(names: Iterable[str]) -> str:
 
 
 class Number(NamedTuple):
-    """Rule of a number. It is finite, and never bool.
+    """Rule of a number. It is finite, and never bool."""
 
-    Attributes:
-        least: smallest value.
-        most: largest value.
-        fix: the fix of another value.
-        types: types of the number, see `REAL` and `WHOLE`.
-        is_open: whether `least` itself is refused.
-        optional: whether None is valid.
-        limit: name of `most`, such as "num_experts".
-    """
-
-    least: float = -inf
-    most: float = inf
-    fix: str = "choose another"
-    types: tuple[type, ...] = REAL
-    is_open: bool = False
-    optional: bool = False
-    limit: str = ""
+    least: float = -inf  # smallest value
+    most: float = inf  # largest value
+    fix: str = "choose another"  # the fix of another value
+    types: tuple[type, ...] = REAL  # types of the number, see `REAL` and `WHOLE`
+    is_open: bool = False  # whether `least` itself is refused
+    optional: bool = False  # whether None is valid
+    limit: str = ""  # name of `most`, such as "num_experts"
 
     @property
     def rule(self) -> str:

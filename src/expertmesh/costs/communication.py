@@ -1,8 +1,8 @@
 """Model of the time that tokens and weights take between ranks, by latency and bandwidth of each class of link.
 
 A link moves b bytes in alpha + b / beta seconds. There are two classes: between ranks of one node, and between nodes. A
-node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts, given each
-expert's share of all choices.
+node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts,
+given each expert's share of all choices.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,18 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Link:
-    """Latency and bandwidth of a class of links.
+    """Latency and bandwidth of a class of links."""
 
-    Attributes:
-        latency_s: alpha, seconds of a message of no bytes.
-        bytes_per_s: beta, bandwidth of one direction.
-    """
-
-    latency_s: float
-    bytes_per_s: float
+    latency_s: float  # alpha, seconds of a message of no bytes
+    bytes_per_s: float  # beta, bandwidth of one direction
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links between ranks.
+    """Links between ranks."""
 
-    Attributes:
-        inside: link of a rank to the others of its node.
-        across: link of a node to the others; its ranks share it.
-    """
-
-    inside: Link
-    across: Link
+    inside: Link  # link of a rank to the others of its node
+    across: Link  # link of a node to the others; its ranks share it
 
 
 SECOND_HOP = 1.08
@@ -52,23 +42,15 @@ def assumed_links(network: Network) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Ranks over which tokens travel with one route_degree.
+    """Ranks over which tokens travel with one route_degree."""
 
-    Attributes:
-        route_degree: r.
-        blocks: the block of experts that each of the r ranks computes; the slices of a block have the same.
-        num_blocks: number of blocks of experts, equally large, in the order of the experts.
-        nodes: the node of each of the r ranks.
-        num_gathering: number of ranks that gather the same weights from one another.
-        gathers_across: whether these ranks are on several nodes.
-    """
-
-    route_degree: int
+    route_degree: int  # r
+    # the block of experts that each of the r ranks computes; the slices of a block have the same
     blocks: tuple[int, ...]
-    num_blocks: int
-    nodes: tuple[int, ...]
-    num_gathering: int = 1
-    gathers_across: bool = False
+    num_blocks: int  # number of blocks of experts, equally large, in the order of the experts
+    nodes: tuple[int, ...]  # the node of each of the r ranks
+    num_gathering: int = 1  # number of ranks that gather the same weights from one another
+    gathers_across: bool = False  # whether these ranks are on several nodes
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
@@ -84,19 +66,13 @@ class RouteShape:
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """The tokens of one call of a layer, on average over its ranks.
+    """The tokens of one call of a layer, on average over its ranks."""
 
-    Attributes:
-        num_tokens: tokens per rank.
-        top_k: K.
-        shares: share of all choices that falls on each expert; sums to 1 or, where some choices do not travel, to less.
-        merges: whether a token with several experts on a rank is sent there once; False: once for each.
-    """
-
-    num_tokens: float
+    num_tokens: float  # tokens per rank
     top_k: int
+    # share of all choices that falls on each expert; sums to 1 or, where some choices do not travel, to less
     shares: tuple[float, ...]
-    merges: bool = True
+    merges: bool = True  # whether a token with several experts on a rank is sent there once; False: once for each
 
     @staticmethod
     def even(num_tokens: float, top_k: int, num_experts: int) -> "TokenLoad":
@@ -104,7 +80,8 @@ class TokenLoad:
         return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
 
     def chance(self, share: float) -> float:
-        """Probability that a token chooses one of some experts, given their share of all choices; without merging, its mean choices there.
+        """Probability that a token chooses one of some experts, given their share of all choices; without merging, its
+        mean choices there.
 
         1 - prod over j < K of (1 - share E / (E - j)): exact for even choices without repetition, (E - n choose K) /
         (E choose K) tokens having none of n experts.
@@ -129,41 +106,27 @@ class TokenLoad:
 
 @dataclass(frozen=True)
 class Copies:
-    """Rows that one dispatch moves; combine moves as many back.
+    """Rows that one dispatch moves; combine moves as many back."""
 
-    Attributes:
-        inside: most rows that a rank sends to, or gets from, ranks of its node.
-        across: most rows that a node sends to, or gets from, other nodes.
-        inside_messages: most messages of a rank to its node.
-        across_messages: most messages of a rank to other nodes.
-    """
-
-    inside: float
-    across: float
-    inside_messages: int
-    across_messages: int
+    inside: float  # most rows that a rank sends to, or gets from, ranks of its node
+    across: float  # most rows that a node sends to, or gets from, other nodes
+    inside_messages: int  # most messages of a rank to its node
+    across_messages: int  # most messages of a rank to other nodes
 
     def seconds(self, network: Network, row_bytes: float, *, parts: int = 1) -> "TravelTime":
         """Time of a dispatch or a combine, in so many parts."""
         inside, across = network.inside, network.across
         return TravelTime(
-            parts * self.inside_messages * inside.latency_s
-            + self.inside * row_bytes / inside.bytes_per_s,
-            parts * self.across_messages * across.latency_s
-            + self.across * row_bytes / across.bytes_per_s,
+            parts * self.inside_messages * inside.latency_s + self.inside * row_bytes / inside.bytes_per_s,
+            parts * self.across_messages * across.latency_s + self.across * row_bytes / across.bytes_per_s,
         )
 
 
 class TravelTime(NamedTuple):
-    """Seconds of dispatch and combine, by kind of link.
+    """Seconds of dispatch and combine, by kind of link."""
 
-    Attributes:
-        inside_s: seconds within nodes.
-        across_s: seconds between nodes.
-    """
-
-    inside_s: float
-    across_s: float
+    inside_s: float  # seconds within nodes
+    across_s: float  # seconds between nodes
 
     @property
     def total_s(self) -> float:
@@ -188,7 +151,8 @@ def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
 
 
 def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
-    """Rows of the hierarchical all-to-all: a token goes once to each node that has its experts, then on to the ranks there."""
+    """Rows of the hierarchical all-to-all: a token goes once to each node that has its experts, then on to the ranks
+    there."""
     P, T = len(route.nodes), load.num_tokens
     places, blocks = _place_shares(route, load), load.block_shares(route.num_blocks)
     chance_of = {share: load.chance(share) for share in set(places)}
@@ -241,27 +205,20 @@ def travel_seconds(
 
 
 def travel_time(
-    kind: str,
-    route: RouteShape,
+    kind: str,  # "flat" or "hierarchical"
+    route: RouteShape,  # the ranks
     load: TokenLoad,
-    network: Network,
+    network: Network,  # the links
     *,
-    dim: int,
-    element_bytes: int,
+    dim: int,  # D
+    element_bytes: int,  # bytes of an element of a token
     out_bytes: int | None = None,
-    parts: int = 1,
+    parts: int = 1,  # number of parts that tokens travel in, each with messages of its own
 ) -> TravelTime:
     """Time of dispatch and combine of one forward, within nodes and between them.
 
     Args:
-        kind: "flat" or "hierarchical".
-        route: the ranks.
-        load: the tokens.
-        network: the links.
-        dim: D.
-        element_bytes: bytes of an element of a token.
         out_bytes: bytes of a dispatched token, where it is sent in another type; None: dim x element_bytes.
-        parts: number of parts that tokens travel in, each with messages of its own.
     """
     if len(route.nodes) == 1:
         return TravelTime(0.0, 0.0)
@@ -282,7 +239,8 @@ def faster_all_to_all(
     element_bytes: int,
     out_bytes: int | None = None,
 ) -> str:
-    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within `SECOND_HOP`."""
+    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within
+    `SECOND_HOP`."""
 
     def seconds(kind: str) -> float:
         sizes = {"dim": dim, "element_bytes": element_bytes}
@@ -301,40 +259,25 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Messages and bytes that one rank of an engine sends for one MoE layer in a step.
+    """Messages and bytes that one rank of an engine sends for one MoE layer in a step."""
 
-    Attributes:
-        messages: number of messages to other ranks, dispatch and combine.
-        num_bytes: bytes of all messages.
-        across_bytes: bytes of the messages to ranks that do not have the same tokens.
-    """
-
-    messages: int
-    num_bytes: int
-    across_bytes: int
+    messages: int  # number of messages to other ranks, dispatch and combine
+    num_bytes: int  # bytes of all messages
+    across_bytes: int  # bytes of the messages to ranks that do not have the same tokens
 
 
 def coordinated_exchange(
-    num_ranks: int,
+    num_ranks: int,  # p
     *,
-    tp_degree: int,
-    is_split: bool,
-    num_tokens: int,
-    dim: int,
-    top_k: int,
-    element_bytes: int,
+    tp_degree: int,  # L, number of ranks with the same tokens
+    is_split: bool,  # whether these ranks have the same experts, so that each sends its part of the tokens
+    num_tokens: int,  # tokens of the group that has most
+    dim: int,  # D
+    top_k: int,  # K; a weight and an id of 4 bytes each travel out with every token
+    element_bytes: int,  # bytes of an element of a token
 ) -> ExchangeCost:
-    """Cost of the coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks there and back, then L ranks.
-
-    Args:
-        num_ranks: p.
-        tp_degree: L, number of ranks with the same tokens.
-        is_split: whether these ranks have the same experts, so that each sends its part of the tokens.
-        num_tokens: tokens of the group that has most.
-        dim: D.
-        top_k: K; a weight and an id of 4 bytes each travel out with every token.
-        element_bytes: bytes of an element of a token.
-    """
+    """Cost of the coordinated all-to-all (DeepSpeed-MoE, arXiv 2201.05596, 5.3): p / L ranks there and back, then L
+    ranks."""
     column, each = num_ranks // tp_degree, num_tokens
     if is_split:
         each = -(-num_tokens // tp_degree)
@@ -343,9 +286,7 @@ def coordinated_exchange(
     return ExchangeCost(2 * (column - 1) + tp_degree - 1, across + (tp_degree - 1) * home, across)
 
 
-def wide_exchange(
-    num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int
-) -> ExchangeCost:
+def wide_exchange(num_ranks: int, *, num_tokens: int, dim: int, top_k: int, element_bytes: int) -> ExchangeCost:
     """Cost of a plain all-to-all, where ranks with the same tokens each send them to all ranks."""
     sizes = {"num_tokens": num_tokens, "dim": dim, "top_k": top_k, "element_bytes": element_bytes}
     return coordinated_exchange(num_ranks, tp_degree=1, is_split=False, **sizes)

@@ -1,8 +1,8 @@
 """Placement of experts and their copies on ranks, by counted load (DeepSeek's EPLB).
 
-Hot experts get room on several ranks. In training their weights come to all ranks for a call (`replicated_experts`). An engine keeps
-copies in slots: the expert with most load per copy gets the next slot until all are taken. Slots are then packed onto ranks, the heaviest
-first, each onto the rank with least load that has room.
+Hot experts get room on several ranks. In training their weights come to all ranks for a call (`replicated_experts`). An
+engine keeps copies in slots: the expert with most load per copy gets the next slot until all are taken. Slots are then
+packed onto ranks, the heaviest first, each onto the rank with least load that has room.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,6 @@ from functools import cached_property
 class Placement:
     """The expert of every slot.
 
-    Attributes:
-        experts: expert of each slot, rank by rank; every expert has at least one slot.
-        num_ranks: number of ranks, which have equally many slots.
-
     Example:
         >>> from expertmesh.costs.eplb import in_order, placed
         >>> loads = [9, 1, 1, 1]
@@ -28,8 +24,8 @@ class Placement:
         ((0, 1, 3, 0, 1, 2), 1.0)
     """
 
-    experts: tuple[int, ...]
-    num_ranks: int
+    experts: tuple[int, ...]  # expert of each slot, rank by rank; every expert has at least one slot
+    num_ranks: int  # number of ranks, which have equally many slots
 
     @property
     def slots_per_rank(self) -> int:
@@ -81,8 +77,6 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
     """Number of slots of each expert: the next slot goes to the expert with most load per copy.
 
     Args:
-        loads: load of each expert.
-        num_slots: slots in all, from 1 to `most` per expert.
         most: largest number of copies of an expert; a second one on the same rank would be of no use.
     """
     copies = [1] * len(loads)
@@ -93,12 +87,11 @@ def num_copies(loads: Sequence[float], *, num_slots: int, most: int) -> list[int
 
 
 def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> list[list[int]]:
-    """Pack items into equal packs: heaviest first, each into the lightest pack with room, if possible without an item of its kind.
+    """Pack items into equal packs: heaviest first, each into the lightest pack with room, if possible without an item
+    of its kind.
 
     Args:
         weights: weight of each item; num_packs divides their number.
-        kinds: kind of each item.
-        num_packs: number of packs.
 
     Returns:
         Indices of the items of each pack, in the order in which they were packed.
@@ -116,24 +109,18 @@ def packed(weights: Sequence[float], kinds: Sequence[int], num_packs: int) -> li
 
 
 def placed(
-    loads: Sequence[float],
+    loads: Sequence[float],  # load of each expert
     *,
-    num_slots: int,
+    num_slots: int,  # slots of all ranks; a multiple of num_ranks, from E to E times the ranks of a node
     num_ranks: int,
-    num_nodes: int = 1,
-    num_groups: int = 1,
+    num_nodes: int = 1,  # number of nodes, with equally many ranks each, in their order; it divides num_ranks
+    num_groups: int = 1,  # number of the router's groups of neighbouring experts
 ) -> Placement:
     """Placement of experts and copies for counted loads.
 
     With several nodes whose number divides num_groups, each group of experts lies on one node, so that the tokens of a
-    group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and copies.
-
-    Args:
-        loads: load of each expert.
-        num_slots: slots of all ranks; a multiple of num_ranks, from E to E times the ranks of a node.
-        num_ranks: number of ranks.
-        num_nodes: number of nodes, with equally many ranks each, in their order; it divides num_ranks.
-        num_groups: number of the router's groups of neighbouring experts.
+    group-limited router reach few nodes. Groups are packed onto nodes, then each node places its own experts and
+    copies.
     """
     E = len(loads)
     if num_nodes == 1 or num_groups % num_nodes or E % num_groups:

@@ -1,8 +1,8 @@
 """Floating-point operations of layers per token, from its configuration alone.
 
 Only matrix multiplications count, two operations per multiply-add, as is usual (Narayanan et al. 2021, appendix).
-Routed experts count as often as tokens pass them (`rows_per_token`): nothing is spent on experts that a token does not use.
-Under a capacity this is an upper bound, because dropped rows are not computed.
+Routed experts count as often as tokens pass them (`rows_per_token`): nothing is spent on experts that a token does not
+use. Under a capacity this is an upper bound, because dropped rows are not computed.
 """
 
 from expertmesh.config.moe import MoEConfig
@@ -11,9 +11,7 @@ from expertmesh.spec.feed_forward import HasFeedForwards, mlp_parameters
 
 def mlp_flops(config: HasFeedForwards, hidden_dim: int) -> int:
     """Operations of a feed-forward network per token."""
-    return 2 * mlp_parameters(
-        dim=config.dim, hidden_dim=hidden_dim, activation=config.activation, bias=False
-    )
+    return 2 * mlp_parameters(dim=config.dim, hidden_dim=hidden_dim, activation=config.activation, bias=False)
 
 
 def router_flops(config: HasFeedForwards, num_experts: int) -> int:
@@ -29,7 +27,8 @@ def router_flops(config: HasFeedForwards, num_experts: int) -> int:
 def rows_per_token(moe: MoEConfig, num_experts: int) -> float:
     """Mean number of a layer's routed experts that a token passes in training, with nothing dropped.
 
-    K where tokens choose. Where experts choose, they take as many rows as their capacity holds: K times its factor, at most E.
+    K where tokens choose. Where experts choose, they take as many rows as their capacity holds: K times its factor, at
+    most E.
     """
     if moe.router != "expert_choice":
         return moe.top_k

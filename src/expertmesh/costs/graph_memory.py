@@ -4,7 +4,8 @@ MOST_CAPTURED = 512
 """Largest number of tokens of a step that is captured."""
 _EVERY = 8
 LOGIT_BYTES = 60
-"""Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit itself."""
+"""Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit
+itself."""
 PARTS_BYTES = 1 << 26
 """Bytes of attention's partial results, at most."""
 GRAPH_BYTES = 1 << 16
@@ -14,10 +15,8 @@ NUM_KINDS = 3
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens of captured steps, to the next of which a step is padded: 1, 2, 4, multiples of 8, and the largest.
-
-    Args:
-        most: maximum number of tokens of a decode step.
+    """Numbers of tokens of captured steps, to the next of which a step is padded: 1, 2, 4, multiples of 8, and the
+    largest.
 
     Example:
         >>> captured_sizes(20)
@@ -29,11 +28,7 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 
 
 def captured_widths(most: int) -> tuple[int, ...]:
-    """Widths of the block tables of captured steps: 16, 64, 256, ... blocks, and the largest.
-
-    Args:
-        most: blocks of the longest sequence.
-    """
+    """Widths of the block tables of captured steps: 16, 64, 256, ... blocks, and the largest."""
     found, width = [], 16
     while width < most:
         found.append(width)
@@ -41,20 +36,9 @@ def captured_widths(most: int) -> tuple[int, ...]:
     return (*found, most)
 
 
-def captured_bytes(
-    most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS
-) -> int:
-    """Bytes of a device's memory that captured steps take: the pool that all graphs share, which is logits above all, and the graphs.
-
-    Args:
-        most: maximum number of tokens of a decode step.
-        num_layers: layers of the model.
-        vocab_size: tokens of the vocabulary.
-        num_blocks: blocks of the longest sequence.
-        num_kinds: kinds of sampling that come.
-    """
+def captured_bytes(most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS) -> int:
+    """Bytes of a device's memory that captured steps take: the pool that all graphs share, which is logits above all,
+    and the graphs."""
     sizes, widths = captured_sizes(most), captured_widths(num_blocks)
     num_graphs = len(sizes) * len(widths) * num_kinds
-    return (
-        sizes[-1] * vocab_size * LOGIT_BYTES + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES
-    )
+    return sizes[-1] * vocab_size * LOGIT_BYTES + PARTS_BYTES + num_graphs * num_layers * GRAPH_BYTES

@@ -29,12 +29,9 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
     """A cluster by its short name, or from a TOML file.
 
     Args:
-        name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device` is a
-            name or a table, and what it leaves out is taken from the known device.
+        name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device`
+            is a name or a table, and what it leaves out is taken from the known device.
         num_gpus: number of devices; None: as the name or file says.
-
-    Raises:
-        ConfigError: the device is unknown, the file is not there, or a number is missing or breaks a rule.
 
     Example:
         >>> from expertmesh.costs.hardware import find_cluster
@@ -63,9 +60,7 @@ def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
 def _read(name: str, where: str) -> dict[str, Any]:
     path = expanded(name)
     if not name.strip():
-        raise ConfigError(
-            "cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64"
-        )
+        raise ConfigError("cluster", "''", "must not be empty", "give DEVICExNUMBER, for example h100x64")
     try:
         found = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
@@ -82,12 +77,11 @@ def _read(name: str, where: str) -> dict[str, Any]:
 
 
 def _near(name: str) -> list[str]:
-    """Known devices that a name may mean: those that it begins, in their memory or their family, else the most alike."""
+    """Known devices that a name may mean: those that it begins, in their memory or their family, else the most
+    alike."""
     plain = name.replace("_", "-").replace(" ", "-")
     begun = [known for known in known_devices() if plain and known.startswith(f"{plain}-")]
-    squeezed = [
-        known for known in known_devices() if known.replace("-", "") == plain.replace("-", "")
-    ]
+    squeezed = [known for known in known_devices() if known.replace("-", "") == plain.replace("-", "")]
     return begun or squeezed or difflib.get_close_matches(plain, known_devices(), n=1)
 
 

@@ -27,11 +27,7 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
     """Refuse a size that no model has; missing ones and nulls pass.
 
     Args:
-        values: the values of a config.json, or of its `text_config`.
         is_part: whether the model is a part, which may lack vocabulary and attention.
-
-    Raises:
-        ConfigError: a size is no whole number, or out of its range; names it.
     """
     least = dict.fromkeys(_OF_PART, 0 if is_part else 1)
     least |= dict.fromkeys(_POSITIVE, 1) | dict.fromkeys(_OR_NONE, 0)
@@ -44,22 +40,12 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Refuse sizes that `check_hub_sizes` lets pass and that do not fit one another.
-
-    Args:
-        values: the values of a config.json, or of its `text_config`, without nulls.
-
-    Raises:
-        ConfigError: heads do not divide what they share, or a token chooses no expert or more than there are.
-        KeyError: a size that these rules need is missing.
-    """
+    """Refuse sizes that `check_hub_sizes` lets pass and that do not fit one another."""
     heads = values["num_attention_heads"]
     if heads and "kv_lora_rank" not in values:
         keys = values.get("num_key_value_heads", heads)
         if heads % keys:
-            raise _wrong(
-                "num_key_value_heads", keys, f"must divide the {heads} of num_attention_heads"
-            )
+            raise _wrong("num_key_value_heads", keys, f"must divide the {heads} of num_attention_heads")
         if "head_dim" not in values and values["hidden_size"] % heads:
             rule = f"must divide the {values['hidden_size']} of hidden_size where no head_dim is"
             raise _wrong("num_attention_heads", heads, rule)
@@ -77,6 +63,4 @@ def check_together(values: Mapping[str, Any]) -> None:
 
 def _wrong(name: str, value: object, rule: str) -> ConfigError:
     said = shown(repr(value))
-    return ConfigError(
-        f"config.json has {name}={said}: {rule}; correct it, or restore it from the hub"
-    )
+    return ConfigError(f"config.json has {name}={said}: {rule}; correct it, or restore it from the hub")

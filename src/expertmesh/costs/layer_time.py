@@ -20,31 +20,18 @@ docs/log.md, what a part costs."""
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a MoE layer on W ranks.
+    """Sizes of a MoE layer on W ranks."""
 
-    Attributes:
-        num_experts: E.
-        dim: D.
-        hidden_dim: F.
-        num_matrices: matrices of an expert: 2, or 3 of a gated one.
-        element_bytes: bytes of an element of a dispatched token and of a gathered weight.
-        gradient_bytes: bytes of an element of a weight's gradient.
-        num_ranks: W, the ranks that hold one copy.
-        num_gathers: gathers of the weights per step: 2 where the backward gathers again.
-        trains: whether there is a backward.
-        num_layers: number of such layers in the model, all of which keep activations until their backward.
-    """
-
-    num_experts: int
-    dim: int
-    hidden_dim: int
-    num_matrices: int
-    element_bytes: int
-    gradient_bytes: int
-    num_ranks: int
-    num_gathers: int = 1
-    trains: bool = True
-    num_layers: int = 1
+    num_experts: int  # E
+    dim: int  # D
+    hidden_dim: int  # F
+    num_matrices: int  # matrices of an expert: 2, or 3 of a gated one
+    element_bytes: int  # bytes of an element of a dispatched token and of a gathered weight
+    gradient_bytes: int  # bytes of an element of a weight's gradient
+    num_ranks: int  # W, the ranks that hold one copy
+    num_gathers: int = 1  # gathers of the weights per step: 2 where the backward gathers again
+    trains: bool = True  # whether there is a backward
+    num_layers: int = 1  # number of such layers in the model, all of which keep activations until their backward
 
     @property
     def expert_elements(self) -> int:
@@ -54,36 +41,23 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """Links and speed of a rank.
+    """Links and speed of a rank."""
 
-    Attributes:
-        network: its links.
-        flops_per_s: operations per second of its products.
-        rows_of_a_part: see `ROWS_OF_A_PART`; on a GPU the rows of a tile, since many tiles are not full.
-    """
-
-    network: Network
-    flops_per_s: float
+    network: Network  # its links
+    flops_per_s: float  # operations per second of its products
+    # see `ROWS_OF_A_PART`; on a GPU the rows of a tile, since many tiles are not full
     rows_of_a_part: float = ROWS_OF_A_PART
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of a layer: forward and, in training, backward.
+    """Seconds of one step of a layer: forward and, in training, backward."""
 
-    Attributes:
-        products_s: products of the rank with most rows, in all parts.
-        travel_s: dispatch and combine of tokens.
-        weights_s: gathers of weights and reductions of their gradients.
-        num_parts: number of parts that tokens travel in.
-        across_s: the share of travel_s between nodes.
-    """
-
-    products_s: float
-    travel_s: float
-    weights_s: float
-    num_parts: int = 1
-    across_s: float = 0.0
+    products_s: float  # products of the rank with most rows, in all parts
+    travel_s: float  # dispatch and combine of tokens
+    weights_s: float  # gathers of weights and reductions of their gradients
+    num_parts: int = 1  # number of parts that tokens travel in
+    across_s: float = 0.0  # the share of travel_s between nodes
 
     @property
     def total_s(self) -> float:
@@ -93,11 +67,9 @@ class StepTime:
         return self.products_s + self.travel_s - hidden + self.weights_s
 
 
-def _rows(
-    way: DispatchOptions, route: RouteShape, load: TokenLoad
-) -> tuple[tuple[int, ...], TokenLoad, float]:
+def _rows(dispatch: DispatchOptions, route: RouteShape, load: TokenLoad) -> tuple[tuple[int, ...], TokenLoad, float]:
     """(replicated experts, load that travels, rows of the rank with most rows)."""
-    hot = hottest(load.shares, way.replicated_experts or 0) if route.route_degree > 1 else ()
+    hot = hottest(load.shares, dispatch.replicated_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
     fullest = max(moving.block_shares(route.num_blocks)) * route.num_blocks
     stay = sum(load.shares[e] for e in hot)
@@ -105,26 +77,18 @@ def _rows(
 
 
 def step_time(
-    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
+    dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
-    """Modelled time of one step of a layer.
-
-    Args:
-        way: dispatch options, all given; "auto" counts as flat.
-        route: the ranks of its route_degree.
-        layer: the layer.
-        load: its tokens.
-        machine: links and speed of a rank.
-    """
+    """Modelled time of one step of a layer."""
     network, W = machine.network, layer.num_ranks
-    hot, moving, rows = _rows(way, route, load)
-    parts, here = way.overlap_degree or 1, layer.num_experts / len(route.blocks)
+    hot, moving, rows = _rows(dispatch, route, load)
+    parts, here = dispatch.overlap_degree or 1, layer.num_experts / len(route.blocks)
     rows += machine.rows_of_a_part * parts * here
     passes = 3 if layer.trains else 1
     products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
     ways = 2 if layer.trains else 1
     travel = travel_time(
-        way.all_to_all or "flat",
+        dispatch.all_to_all or "flat",
         route,
         moving,
         network,
@@ -134,9 +98,7 @@ def step_time(
     )
     elements = here * layer.expert_elements
     link = network.across if route.gathers_across else network.inside
-    weights_s = layer.num_gathers * ring_seconds(
-        elements * layer.element_bytes, route.num_gathering, link
-    )
+    weights_s = layer.num_gathers * ring_seconds(elements * layer.element_bytes, route.num_gathering, link)
     spans = len(route.members) > 1
     replica_link = network.across if spans else network.inside
     replicated = len(hot) * layer.expert_elements
@@ -149,15 +111,13 @@ def step_time(
     return StepTime(products_s, travel.total_s, weights_s, parts, travel.across_s)
 
 
-def extra_bytes(
-    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
-) -> float:
+def extra_bytes(dispatch: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:
     """Bytes that a rank needs for given dispatch options, beside the layers' shards.
 
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does
     not gather again. Gradients, and weights that are gathered again, are held for one layer at a time.
     """
-    hot, _, rows = _rows(way, route, load)
+    hot, _, rows = _rows(dispatch, route, load)
     here = layer.num_experts / len(route.blocks) if route.num_gathering > 1 else 0
     gathered, replicated = here * layer.expert_elements, len(hot) * layer.expert_elements
     row = layer.dim + layer.num_matrices * layer.hidden_dim

@@ -5,19 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Product:
-    """x w^T with x (num_rows, in_features) and w (out_features, in_features), and the two products of its backward pass.
+    """x w^T with x (num_rows, in_features) and w (out_features, in_features), and the two products of its backward
+    pass."""
 
-    Attributes:
-        num_rows: tokens, or rows of one expert.
-        in_features: columns of x.
-        out_features: columns of the result.
-        count: number of times per step.
-    """
-
-    num_rows: int
-    in_features: int
-    out_features: int
-    count: int = 1
+    num_rows: int  # tokens, or rows of one expert
+    in_features: int  # columns of x
+    out_features: int  # columns of the result
+    count: int = 1  # number of times per step
 
     @property
     def size(self) -> int:

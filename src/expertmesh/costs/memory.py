@@ -23,48 +23,29 @@ FRAGMENTS = 0.05
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of a rank at the peak of a step, on the device and on the host.
+    """Bytes of a rank at the peak of a step, on the device and on the host."""
 
-    Attributes:
-        weights_bytes: parameters between steps.
-        gradients_bytes: their gradients.
-        optimizer_bytes: moments and master copies.
-        gathered_dense_bytes: whole dense weights beside the parts, and their whole gradients where a step keeps them.
-        gathered_experts_bytes: gathered expert weights.
-        copies_bytes: copies of weights in the compute dtype on a single rank, and of offloaded experts.
-        activations_bytes: activations kept for the backward.
-        dispatch_bytes: rows in dispatch, and masks of one-hot dispatch.
-        logits_bytes: logits with their gradient.
-        communication_bytes: a GPU's context and buffers of collectives.
-        allowance_bytes: a GPU's fragmentation.
-        reused_bytes: memory counted twice above: logits are freed before a layer is recomputed.
-        host_bytes: offloaded states of one rank.
-        checkpoint_bytes: a rank's part of a checkpoint, which one copy of the model writes.
-    """
-
-    weights_bytes: float
+    weights_bytes: float  # parameters between steps
     gradients_bytes: float
-    optimizer_bytes: float
+    optimizer_bytes: float  # moments and master copies
+    # whole dense weights beside the parts, and their whole gradients where a step keeps them
     gathered_dense_bytes: float
-    gathered_experts_bytes: float
-    copies_bytes: float
-    activations_bytes: float
-    dispatch_bytes: float
-    logits_bytes: float
-    communication_bytes: float
-    allowance_bytes: float
-    reused_bytes: float
-    host_bytes: float
-    checkpoint_bytes: float
+    gathered_experts_bytes: float  # gathered expert weights
+    copies_bytes: float  # copies of weights in the compute dtype on a single rank, and of offloaded experts
+    activations_bytes: float  # activations kept for the backward
+    dispatch_bytes: float  # rows in dispatch, and masks of one-hot dispatch
+    logits_bytes: float  # logits with their gradient
+    communication_bytes: float  # a GPU's context and buffers of collectives
+    allowance_bytes: float  # a GPU's fragmentation
+    reused_bytes: float  # memory counted twice above: logits are freed before a layer is recomputed
+    host_bytes: float  # offloaded states of one rank
+    checkpoint_bytes: float  # a rank's part of a checkpoint, which one copy of the model writes
 
     @property
     def live_bytes(self) -> float:
         """Bytes of tensors, as `torch.cuda.max_memory_allocated` shows them."""
         beside = {"communication", "allowance"}
-        result: float = (
-            sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside)
-            - self.reused_bytes
-        )
+        result: float = sum(getattr(self, f"{name}_bytes") for name in _WORDS.keys() - beside) - self.reused_bytes
         return result
 
     @property
@@ -111,17 +92,8 @@ class Trained(Protocol):
         """Activations of the model on a rank."""
 
 
-def peak_memory(
-    model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most"
-) -> PeakMemory:
-    """Peak memory of the rank that has most.
-
-    Args:
-        model: the model.
-        layout: layout of the run.
-        work: sequences, precision and software.
-        stage: pipeline stage of the rank; "most": the one that has most.
-    """
+def peak_memory(model: Trained, layout: RankLayout, work: Workload, *, stage: Stage = "most") -> PeakMemory:
+    """Peak memory of the rank that has most. `stage`: pipeline stage of the rank; "most": the one that has most."""
     if stage == "most":
         ends: tuple[Stage, ...] = ("first", "last") if layout.pp_degree > 1 else ("last",)
         each = (peak_memory(model, layout, work, stage=end) for end in ends)
@@ -152,7 +124,8 @@ def peak_memory(
 
 
 def _in_flight(layout: RankLayout, stage: Stage) -> float:
-    """Passes whose activations a pipeline stage keeps at once (Megatron's 1F1B, interleaved where stages are virtual)."""
+    """Passes whose activations a pipeline stage keeps at once (Megatron's 1F1B, interleaved where stages are
+    virtual)."""
     stages, virtual = layout.pp_degree, layout.virtual_stages
     after = stages - 1 if stage == "first" else 0
     chunks = after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1
@@ -247,9 +220,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     layers = list(zip(experts, routes, spec.num_experts, strict=True))
     shares = [0.0 if route == W else size / route for size, route, _ in layers]
     at_once = sum(shares) / stages if keeps else _most_at_once(shares, 2)
-    at_once += layout.replicated_experts * sum(
-        size / number for size, route, number in layers if route > 1
-    )
+    at_once += layout.replicated_experts * sum(size / number for size, route, number in layers if route > 1)
     copies = float(widened)
     if layout.offload:  # copies of two layers' own experts, and the gradient of one
         own = [size / W for size, route, _ in layers if route == W]
@@ -261,7 +232,8 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
 def _whole(
     spec: ModelSpec, tp: int, element_bytes: int, master_bytes: int
 ) -> tuple[list[tuple[int, int]], list[int], list[float]]:
-    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' bytes by MoE layer."""
+    """(elements of a rank, of all) of parameters outside the layers; a rank's dense elements by layer; experts' bytes
+    by MoE layer."""
     outside, dense, experts = [], [], []
     for layer, ones in spec.layers.items():
         cut = [
@@ -280,7 +252,8 @@ def _whole(
 
 
 def _gathered_bytes(one: Parameter, element_bytes: int, master_bytes: int) -> float:
-    """Bytes of a gathered parameter of experts: packed ones travel as codes, with the scales that ranks hold; 0 of others."""
+    """Bytes of a gathered parameter of experts: packed ones travel as codes, with the scales that ranks hold; 0 of
+    others."""
     if not one.is_expert:
         return 0.0
     if one.rests is None or one.rests.format in ("products", "float32"):
@@ -298,13 +271,12 @@ def _tensor_axis(one: Parameter, tp: int) -> int | None:
     return axis if axis is not None and tp > 1 and one.shape[axis] % tp == 0 else None
 
 
-def _part(
-    one: Parameter, num_ranks: int, dp_shard: int, tp: int, es_degree: int | None
-) -> list[int]:
+def _part(one: Parameter, num_ranks: int, dp_shard: int, tp: int, es_degree: int | None) -> list[int]:
     """Sizes of a parameter's part on the rank that has most.
 
-    Of experts, which `num_ranks` share, E is cut; where ranks are left, F, or the last axis of one without F. Of others, the
-    first axis that dp_shard divides is cut; where there is none, the first axis, in pieces of ceil(size / dp_shard).
+    Of experts, which `num_ranks` share, E is cut; where ranks are left, F, or the last axis of one without F. Of
+    others, the first axis that dp_shard divides is cut; where there is none, the first axis, in pieces of ceil(size /
+    dp_shard).
     """
     local = list(one.shape)
     if one.expert_axis is not None:

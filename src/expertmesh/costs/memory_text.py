@@ -8,9 +8,7 @@ def memory_text(memory: PeakMemory, num_ranks: int, *, on_gpu: bool) -> str:
     of = "" if num_ranks == 1 else f"of each of {num_ranks} ranks "
     parts = ", ".join(f"{words} {bytes_text(size)}" for words, size in memory.parts)
     host = f"; offloaded to the host {bytes_text(memory.host_bytes)}" if memory.host_bytes else ""
-    left = (
-        "" if on_gpu else "; a GPU's context, buffers and fragments come on top (plan counts them)"
-    )
+    left = "" if on_gpu else "; a GPU's context, buffers and fragments come on top (plan counts them)"
     return f"{of}{bytes_text(memory.device_bytes)}: {parts} (activations are estimates){host}{left}"
 
 

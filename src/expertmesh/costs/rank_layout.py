@@ -52,45 +52,29 @@ class RankLayout:
     """Degrees of parallelism and batch of a run.
 
     Attributes:
-        num_ranks: number of ranks, N.
-        tp_degree: ranks that share sequences, their tokens and the dense matrices.
-        pp_degree: pipeline stages; to reproduce published runs, this project has none.
-        virtual_stages: virtual stages of each pipeline stage.
-        cp_degree: ranks that share a sequence's attention; to reproduce published runs.
-        route_degree: ranks that tokens travel over; the rest of the experts' weights is gathered, or kept as a copy.
-        es_degree: slices of each expert on these ranks; None: as few as the ranks allow.
-        dp_replicate_degree: copies of the model that are not sharded over one another.
-        zero_stage: 1 to 3.
-        offload: whether states lie in the host's memory.
-        checkpointing: part that is recomputed in the backward: none, the hidden rows of experts, whole MoE
-            layers with their all-to-all (moe), or whole layers (full).
-        recomputed: parts of layers that other software recomputes beside.
-        layer_routes: route_degree of each MoE layer, where they differ; empty: all have the same.
-        replicated_experts: hot experts of a layer whose weights come to the tokens.
-        micro_batch: sequences of a data-parallel rank in one pass.
-        accumulation: passes in one step.
-        overlap_degree: number of parts that tokens travel in.
-        all_to_all: flat or hierarchical.
+        checkpointing: part that is recomputed in the backward: none, the hidden rows of experts, whole MoE layers with
+            their all-to-all (moe), or whole layers (full).
     """
 
-    num_ranks: int
-    tp_degree: int = 1
-    pp_degree: int = 1
-    virtual_stages: int = 1
-    cp_degree: int = 1
+    num_ranks: int  # number of ranks, N
+    tp_degree: int = 1  # ranks that share sequences, their tokens and the dense matrices
+    pp_degree: int = 1  # pipeline stages; to reproduce published runs, this project has none
+    virtual_stages: int = 1  # virtual stages of each pipeline stage
+    cp_degree: int = 1  # ranks that share a sequence's attention; to reproduce published runs
+    # ranks that tokens travel over; the rest of the experts' weights is gathered, or kept as a copy
     route_degree: int = 1
-    es_degree: int | None = None
-    dp_replicate_degree: int = 1
-    zero_stage: int = 3
-    offload: bool = False
+    es_degree: int | None = None  # slices of each expert on these ranks; None: as few as the ranks allow
+    dp_replicate_degree: int = 1  # copies of the model that are not sharded over one another
+    zero_stage: int = 3  # 1 to 3
+    offload: bool = False  # whether states lie in the host's memory
     checkpointing: Checkpointing = "none"
-    recomputed: tuple[Recomputed, ...] = ()
-    layer_routes: tuple[int, ...] = ()
-    replicated_experts: int = 0
-    micro_batch: int = 1
-    accumulation: int = 1
-    overlap_degree: int = 1
-    all_to_all: Exchange = "flat"
+    recomputed: tuple[Recomputed, ...] = ()  # parts of layers that other software recomputes beside
+    layer_routes: tuple[int, ...] = ()  # route_degree of each MoE layer, where they differ; empty: all have the same
+    replicated_experts: int = 0  # hot experts of a layer whose weights come to the tokens
+    micro_batch: int = 1  # sequences of a data-parallel rank in one pass
+    accumulation: int = 1  # passes in one step
+    overlap_degree: int = 1  # number of parts that tokens travel in
+    all_to_all: Exchange = "flat"  # flat or hierarchical
 
     @staticmethod
     def slices(num_experts: int, num_ranks: int) -> int:
@@ -129,7 +113,8 @@ class RankLayout:
 
     @property
     def passes(self) -> int:
-        """Operations of a layer's step over its forward: 1 for the forward, 2 for the backward, 1 more where it is recomputed."""
+        """Operations of a layer's step over its forward: 1 for the forward, 2 for the backward, 1 more where it is
+        recomputed."""
         return 4 if self.checkpointing == "full" else 3
 
     def tokens_per_step(self, seq_len: int) -> int:
@@ -147,19 +132,12 @@ class RankLayout:
 
 def layout_of(
     config: RunConfig,
-    num_ranks: int,
+    num_ranks: int,  # number of ranks of the world
     *,
-    experts: Sequence[int] = (),
-    recomputes_h: bool = False,
+    experts: Sequence[int] = (),  # number of experts of each MoE layer
+    recomputes_h: bool = False,  # whether the experts' hidden rows are recomputed
 ) -> RankLayout:
-    """Layout of a run on ranks that its degrees fit; where its batch does not, of the rank with most sequences.
-
-    Args:
-        config: configuration of the run.
-        num_ranks: number of ranks of the world.
-        experts: number of experts of each MoE layer.
-        recomputes_h: whether the experts' hidden rows are recomputed.
-    """
+    """Layout of a run on ranks that its degrees fit; where its batch does not, of the rank with most sequences."""
     parallel, train = config.parallel, config.train
     copies, tp = parallel.dp_replicate_degree, parallel.tp_degree
     shard = parallel.dp_shard_degree or max(num_ranks // (copies * tp), 1)
@@ -192,33 +170,24 @@ class Workload:
     """Sequences, precision and software of a training step.
 
     Attributes:
-        seq_len: tokens of a sequence, S.
-        precision: precision of the products.
-        stack: software of 2021; today's PyTorch with a launch per operation (eager); with CUDA graphs of parts of a layer
-            (graphs); with these, fused operators and a fused dispatch (fused); with one graph of all passes (whole_graph).
-        states: states kept of each parameter: this project's by their moments (`OURS`), or another software's.
-        optimizer: optimizer of this project's states.
-        imbalance: rows of the fullest rank over the mean; 1: forced balance.
-        merges: whether a token with several experts on a rank is sent there once.
-        one_hot: whether tokens are dispatched by products with one-hot matrices, as in stacks of 2021.
-        capacity_factor: rows per expert over the mean, padded; 1: dropless, or nothing to pad.
-        logits: form of the logits of other software.
-        eight_bit_dispatch: whether tokens are dispatched in 8 bits.
-        on_gpu: whether the devices are GPUs, which also hold a context, buffers of collectives and fragments.
+        stack: software of 2021; today's PyTorch with a launch per operation (eager); with CUDA graphs of parts of a
+            layer (graphs); with these, fused operators and a fused dispatch (fused); with one graph of all passes
+            (whole_graph).
     """
 
-    seq_len: int
-    precision: Precision = "bfloat16"
+    seq_len: int  # tokens of a sequence, S
+    precision: Precision = "bfloat16"  # precision of the products
     stack: Stack = "eager"
+    # states kept of each parameter: this project's by their moments (`OURS`), or another software's
     states: States = "ours"
-    optimizer: Optimizer = "adamw"
-    imbalance: float = 1.0
-    merges: bool = True
-    one_hot: bool = False
-    capacity_factor: float = 1.0
-    logits: Logits = "whole"
-    eight_bit_dispatch: bool = False
-    on_gpu: bool = True
+    optimizer: Optimizer = "adamw"  # optimizer of this project's states
+    imbalance: float = 1.0  # rows of the fullest rank over the mean; 1: forced balance
+    merges: bool = True  # whether a token with several experts on a rank is sent there once
+    one_hot: bool = False  # whether tokens are dispatched by products with one-hot matrices, as in stacks of 2021
+    capacity_factor: float = 1.0  # rows per expert over the mean, padded; 1: dropless, or nothing to pad
+    logits: Logits = "whole"  # form of the logits of other software
+    eight_bit_dispatch: bool = False  # whether tokens are dispatched in 8 bits
+    on_gpu: bool = True  # whether the devices are GPUs, which also hold a context, buffers of collectives and fragments
 
     @property
     def element_bytes(self) -> int:
@@ -227,7 +196,8 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of an element of a product's input that other software saves: products in FP8 save their rounded input."""
+        """Bytes of an element of a product's input that other software saves: products in FP8 save their rounded
+        input."""
         return 1 if self.precision == "float8" else self.element_bytes
 
     @property
@@ -241,17 +211,8 @@ class Workload:
         return self.master_bytes if self.states in OURS else self.element_bytes
 
 
-def workload_of(
-    optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool
-) -> Workload:
-    """Workload of a run with natural routing.
-
-    Args:
-        optim: optimizer of the run.
-        seq_len: tokens of a sequence.
-        precision: compute dtype.
-        on_gpu: see `Workload`.
-    """
+def workload_of(optim: OptimConfig, seq_len: int, precision: Precision, *, on_gpu: bool) -> Workload:
+    """Workload of a run with natural routing."""
     states = next(name for name, dtype in OURS.items() if dtype == optim.state_dtype)
     return Workload(
         seq_len,

@@ -12,36 +12,22 @@ from expertmesh.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of a run.
+    """The costs of a run."""
 
-    Attributes:
-        parameters: number of parameters.
-        active: number of parameters that one item (a token, an image) uses.
-        num_items: items of all steps.
-        flops_per_item: operations of training on one item.
-        memory: peak memory of the rank that has most.
-        adapters: description of its adapters; empty: there are none.
-    """
-
-    parameters: int
-    active: int
-    num_items: int
-    flops_per_item: int
-    memory: PeakMemory
-    adapters: str = ""
+    parameters: int  # number of parameters
+    active: int  # number of parameters that one item (a token, an image) uses
+    num_items: int  # items of all steps
+    flops_per_item: int  # operations of training on one item
+    memory: PeakMemory  # peak memory of the rank that has most
+    adapters: str = ""  # description of its adapters; empty: there are none
 
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """A model of which no more is known than its parameters and what a sample keeps.
+    """A model of which no more is known than its parameters and what a sample keeps."""
 
-    Attributes:
-        spec: its parameters.
-        elements: elements that a sample keeps for the backward pass.
-    """
-
-    spec: ModelSpec
-    elements: int
+    spec: ModelSpec  # its parameters
+    elements: int  # elements that a sample keeps for the backward pass
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
         """Activations of a rank; ranks of tensor parallelism share a sample."""
@@ -53,22 +39,12 @@ def memory_of(
     model: Trained,
     config: RunConfig,
     *,
-    num_ranks: int,
-    dtype: Precision,
-    on_gpu: bool,
-    seq_len: int = 1,
-    recomputes_h: bool = False,
+    num_ranks: int,  # number of ranks of the world
+    dtype: Precision,  # compute dtype
+    on_gpu: bool,  # whether the ranks compute on GPUs
+    seq_len: int = 1,  # tokens of a sequence; 1: samples are none
+    recomputes_h: bool = False,  # whether the experts' hidden rows are recomputed
 ) -> PeakMemory:
-    """Peak memory of a run on ranks that its degrees fit.
-
-    Args:
-        model: its model.
-        config: the run.
-        num_ranks: number of ranks of the world.
-        dtype: compute dtype.
-        on_gpu: whether the ranks compute on GPUs.
-        seq_len: tokens of a sequence; 1: samples are none.
-        recomputes_h: whether the experts' hidden rows are recomputed.
-    """
+    """Peak memory of a run on ranks that its degrees fit."""
     layout = layout_of(config, num_ranks, experts=model.spec.num_experts, recomputes_h=recomputes_h)
     return peak_memory(model, layout, workload_of(config.optim, seq_len, dtype, on_gpu=on_gpu))

@@ -1,4 +1,5 @@
-"""Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the hub."""
+"""Sizes of a language model for the models of time and memory: its layers by kind, also from a config.json of the
+hub."""
 
 import math
 from collections import Counter
@@ -22,7 +23,8 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, Role, num_elements,
 LOGIT_BYTES = {"whole": (1.0, 8.0), "in_place": (2.0, 0.0), "in_chunks": (1 / 8, 1.0)}
 """Copies of a logit in the compute dtype, and bytes beside them, by `Logits`."""
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Largest number of logits that training holds at a time, by type of device: products of them are still as fast as larger ones."""
+"""Largest number of logits that training holds at a time, by type of device: products of them are still as fast as
+larger ones."""
 
 
 def chunk_rows(vocab_size: int, *, on_gpu: bool) -> int:
@@ -32,66 +34,38 @@ def chunk_rows(vocab_size: int, *, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a rank's activations of one micro-batch.
+    """Bytes of a rank's activations of one micro-batch."""
 
-    Attributes:
-        kept: kept by all layers for the backward.
-        recomputed: of the layer that is recomputed.
-        dispatch: rows in dispatch, and masks of one-hot dispatch.
-        logits: logits with their gradient.
-    """
-
-    kept: float
-    recomputed: float = 0.0
-    dispatch: float = 0.0
-    logits: float = 0.0
+    kept: float  # kept by all layers for the backward
+    recomputed: float = 0.0  # of the layer that is recomputed
+    dispatch: float = 0.0  # rows in dispatch, and masks of one-hot dispatch
+    logits: float = 0.0  # logits with their gradient
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a kind of layer, and the number of such layers.
+    """Sizes of a kind of layer, and the number of such layers."""
 
-    Attributes:
-        count: number of these layers.
-        attention_elements: elements of the matrices of attention; a token is multiplied by each once.
-        score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to.
-        kept_width: elements of queries, keys, values and output that attention keeps per token.
-        latent_width: the part of these that latent attention's up-projections make.
-        latent_elements: elements of the matrices of these up-projections.
-        token_share: share of a sequence's tokens that pass the layer, as a source's do an encoder.
-        keys: tokens that a token attends to, where it is not those before it; None: these.
-        cache_width: elements that generation keeps per token.
-        cache_heads: heads of these elements, which tensor parallelism shares out.
-        window: most tokens that a token attends to; None: all before.
-        dense_hidden: hidden size of all dense MLPs of the layer together: dense layer, shared experts, residual MLP.
-        dense_elements: elements of their matrices, and of small ones like gates.
-        num_experts: E; 0: no routed experts.
-        rows_per_token: routed experts that a token passes, K where tokens choose.
-        hidden_dim: F of a routed expert.
-        num_matrices: matrices of an expert: 2, or 3 of a gated one.
-        dense_parameters: parameters beside the routed experts.
-        expert_parameters: parameters of one routed expert.
-    """
-
-    count: int
-    attention_elements: int
+    count: int  # number of these layers
+    attention_elements: int  # elements of the matrices of attention; a token is multiplied by each once
+    # heads times (size of a key + size of a value): multiply-adds of a token with each token that it attends to
     score_width: int
-    kept_width: int
-    cache_width: int
-    cache_heads: int
-    window: int | None
-    dense_hidden: int
-    dense_elements: int
-    num_experts: int
-    rows_per_token: float
-    hidden_dim: int
-    num_matrices: int
-    dense_parameters: int
-    expert_parameters: int
-    latent_width: int = 0
-    latent_elements: int = 0
-    token_share: float = 1.0
-    keys: float | None = None
+    kept_width: int  # elements of queries, keys, values and output that attention keeps per token
+    cache_width: int  # elements that generation keeps per token
+    cache_heads: int  # heads of these elements, which tensor parallelism shares out
+    window: int | None  # most tokens that a token attends to; None: all before
+    dense_hidden: int  # hidden size of all dense MLPs of the layer together: dense layer, shared experts, residual MLP
+    dense_elements: int  # elements of their matrices, and of small ones like gates
+    num_experts: int  # E; 0: no routed experts
+    rows_per_token: float  # routed experts that a token passes, K where tokens choose
+    hidden_dim: int  # F of a routed expert
+    num_matrices: int  # matrices of an expert: 2, or 3 of a gated one
+    dense_parameters: int  # parameters beside the routed experts
+    expert_parameters: int  # parameters of one routed expert
+    latent_width: int = 0  # the part of these that latent attention's up-projections make
+    latent_elements: int = 0  # elements of the matrices of these up-projections
+    token_share: float = 1.0  # share of a sequence's tokens that pass the layer, as a source's do an encoder
+    keys: float | None = None  # tokens that a token attends to, where it is not those before it; None: these
 
     def keys_seen(self, seq_len: int) -> float:
         """Mean number of tokens that a token attends to: of a causal sequence itself and those before it."""
@@ -134,29 +108,21 @@ class LayerSizes:
 class ModelSizes:
     """Sizes of a decoder.
 
-    Attributes:
-        dim: D.
-        vocab_size: V.
-        spec: its parameters; of a model with unknown shapes, what `spec_of_layers` makes.
-        blocks: its layers by kind.
-        tensor_divisor: number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes.
-        routing_group: number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts
-            choose tokens.
-        logit_share: share of a sequence's tokens that have logits.
-
     Example:
         >>> from expertmesh.models.gpt.sizes import sizes_of
         >>> sizes_of(em.recipe("gpt-1.3b-moe128").model).num_parameters
         52453017600
     """
 
-    dim: int
-    vocab_size: int
-    spec: ModelSpec
-    blocks: tuple[LayerSizes, ...]
+    dim: int  # D
+    vocab_size: int  # V
+    spec: ModelSpec  # its parameters; of a model with unknown shapes, what `spec_of_layers` makes
+    blocks: tuple[LayerSizes, ...]  # its layers by kind
+    # number that every tensor-parallel degree must divide: the greatest common divisor of all cut sizes
     tensor_divisor: int = 1
+    # number whose multiple a rank's tokens of a shared sequence must be: the routing group where experts choose tokens
     routing_group: int = 1
-    logit_share: float = 1.0
+    logit_share: float = 1.0  # share of a sequence's tokens that have logits
 
     @cached_property
     def outside_parameters(self) -> int:
@@ -164,12 +130,7 @@ class ModelSizes:
         return num_elements(self.spec.layers[None])
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
-        """Activations of a rank, by the widths of its layers.
-
-        Args:
-            layout: layout of the run.
-            work: sequences, precision and software.
-        """
+        """Activations of a rank, by the widths of its layers."""
         T, line = layout.tokens_per_pass(work.seq_len), self.dim * work.element_bytes
         each = [block.kept_bytes(self.dim, layout, work) * T for block in self.blocks]
         rows = [layout.fullest(block.rows_per_token, work) * T for block in self.blocks]
@@ -223,16 +184,13 @@ class ModelSizes:
     @cached_property
     def widened_bytes(self) -> float:
         """Bytes that a pass moves to widen all packed experts once: their numbers, and twice the wide ones."""
-        packed = [
-            one
-            for one in self.spec
-            if one.rests is not None and one.rests.format not in ("products", "float32")
-        ]
+        packed = [one for one in self.spec if one.rests is not None and one.rests.format not in ("products", "float32")]
         read = sum(one.rests.num_bytes(one.shape, element_bytes=2) for one in packed if one.rests)
         return read + 4 * num_elements(packed)
 
     def training_flops(self, seq_len: int) -> float:
-        """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
+        """Operations of forward and backward per token of sequences of one length, as is usual: three times the
+        forward."""
         found: float = 2 * self.dim * self.vocab_size * self.logit_share
         for b in self.blocks:
             experts = b.rows_per_token * b.num_matrices * self.dim * b.hidden_dim
@@ -244,12 +202,11 @@ class ModelSizes:
 
 
 def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> ModelSpec:
-    """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and experts.
+    """Parameters of a model of known sizes and unknown shapes: of each layer its matrices as one, small ones, and
+    experts.
 
     Args:
-        dim: D.
         num_rows: rows of embedding and output; 0: a part of a model, which has no last norm.
-        layers: sizes of each layer, in their order.
     """
     found = [_parameter(num_rows * dim, dim, "embedding", cut="model")]
     found.append(_parameter(dim if num_rows else 0, dim, "norm"))
@@ -263,9 +220,7 @@ def spec_of_layers(dim: int, num_rows: int, layers: Sequence[LayerSizes]) -> Mod
     return ModelSpec(tuple(found))
 
 
-def _parameter(
-    size: int, width: int, role: Role, cut: str | None = None, **experts: int
-) -> Parameter:
+def _parameter(size: int, width: int, role: Role, cut: str | None = None, **experts: int) -> Parameter:
     last = math.gcd(size, width) or 1
     sizes: dict[str, Any] = {
         **experts,
@@ -281,15 +236,8 @@ _Values = Mapping[str, Any]
 def sizes_of_hub(values: _Values, *, is_part: bool = False) -> ModelSizes:
     """Sizes of the decoder that a config.json of the hub describes, also of families that our GPT cannot compute.
 
-    Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
-    dense layers, and shared experts. All layers of one kind count as equal.
-
-    Args:
-        values: the values of config.json.
-        is_part: whether the model is a part, which may have 0 heads and a vocabulary of 0.
-
-    Raises:
-        ConfigError: a size is missing, or is none that a model can have.
+    Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer,
+    leading dense layers, and shared experts. All layers of one kind count as equal.
     """
     found = values.get("text_config") or values
     if not isinstance(found, Mapping):
@@ -362,9 +310,7 @@ def _first(v: _Values, *names: str) -> Any:
 def _shared(v: _Values, hidden_dim: int) -> int:
     if "shared_expert_intermediate_size" in v:
         return int(v["shared_expert_intermediate_size"])
-    if (
-        "intermediate_size_mlp" in v
-    ):  # Llama 4 has one beside the routed experts, and no option for it
+    if "intermediate_size_mlp" in v:  # Llama 4 has one beside the routed experts, and no option for it
         return hidden_dim
     return int(_first(v, "n_shared_experts", "num_shared_experts") * hidden_dim)
 

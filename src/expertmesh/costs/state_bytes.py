@@ -8,20 +8,13 @@ from expertmesh.costs.rank_layout import States
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of another software.
+    """Bytes per parameter of another software."""
 
-    Attributes:
-        weight: bytes of the weight between steps.
-        gradient: bytes of its gradient, as it is kept and reduced.
-        master: bytes of a master copy where the weight is rounded.
-        moments: bytes of its moments together.
-        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: optimizer states alone.
-    """
-
-    weight: int
-    gradient: int
-    master: int
-    moments: int
+    weight: int  # bytes of the weight between steps
+    gradient: int  # bytes of its gradient, as it is kept and reduced
+    master: int  # bytes of a master copy where the weight is rounded
+    moments: int  # bytes of its moments together
+    # whether weights and gradients are sharded over data-parallel ranks; False: optimizer states alone
     shards_weights: bool = True
 
     @property

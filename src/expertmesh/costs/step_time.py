@@ -1,7 +1,8 @@
 """Time of a training step, by part, on one rank of a cluster: a roofline with eight fitted constants (docs/planner.md).
 
-`raw_step` counts seconds at the devices' peaks. `step_seconds` divides them by the efficiency of software (`Efficiency`) and leaves out
-overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch options at run time.
+`raw_step` counts seconds at the devices' peaks. `step_seconds` divides them by the efficiency of software
+(`Efficiency`) and leaves out overlapping parts. MoE layers are modelled by `layer_time`, which also chooses dispatch
+options at run time.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,53 +22,42 @@ HBM = 0.8
 ATTENTION = 0.5
 """Share of the BF16 peak that causal attention reaches."""
 FP8_SHARE = 0.75
-"""Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention stay in BF16."""
+"""Share of the peak that FP8 reaches, relative to the share of BF16: quantising takes time, and router and attention
+stay in BF16."""
 FP8_LAUNCHES = 2.0
-"""Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
+"""Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their
+own."""
 ADAPTER_LAUNCHES = 1.5
-"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its products."""
+"""Launches of a layer with adapters relative to one without: two small products and a sum beside each of its
+products."""
 ADAM_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Efficiency of software on the hardware: the fitted constants, each with its bounds in `BOUNDS`.
+    """Efficiency of software on the hardware: the fitted constants, each with its bounds in `BOUNDS`."""
 
-    Attributes:
-        dense: share of the peak that large dense products reach.
-        grouped: share of the peak that products of experts reach when their tiles are full.
-        network: share of the links' bandwidth that collectives reach.
-        element_bytes: bytes that element-wise kernels move per token, layer and element of D, forward and backward.
-        host_s: CPU seconds per layer and micro-batch, forward and backward, with a launch per operation.
-        fused_host: share of host_s that is left with fused operators and CUDA graphs.
-        old: speed of compute with stacks of 2021, relative to today's.
-        hidden: share of overlappable communication that is hidden.
-    """
-
-    dense: float = 0.4221
-    grouped: float = 0.7392
-    network: float = 0.9651
+    dense: float = 0.4221  # share of the peak that large dense products reach
+    grouped: float = 0.7392  # share of the peak that products of experts reach when their tiles are full
+    network: float = 0.9651  # share of the links' bandwidth that collectives reach
+    # bytes that element-wise kernels move per token, layer and element of D, forward and backward
     element_bytes: float = 152.3
-    host_s: float = 0.003144
-    fused_host: float = 0.4153
-    old: float = 0.7907
-    hidden: float = 0.9
+    host_s: float = 0.003144  # CPU seconds per layer and micro-batch, forward and backward, with a launch per operation
+    fused_host: float = 0.4153  # share of host_s that is left with fused operators and CUDA graphs
+    old: float = 0.7907  # speed of compute with stacks of 2021, relative to today's
+    hidden: float = 0.9  # share of overlappable communication that is hidden
 
 
 def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
-    """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest.
-
-    Args:
-        cluster: the cluster.
-        usual: None: as fitted on published rows.
-    """
+    """Efficiency of software on a cluster: its measured constants, and the usual ones for the rest."""
     given = {k: v for k, v in vars(cluster.software).items() if v is not None}
     return replace(usual or Efficiency(), **given)
 
 
 USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
-"""Constants measured one by one: products, NCCL tables, eager layers of PyTorch. A fit starts from them, and is drawn towards them."""
+"""Constants measured one by one: products, NCCL tables, eager layers of PyTorch. A fit starts from them, and is drawn
+towards them."""
 
 BOUNDS = {
     "dense": (0.4, 0.85),
@@ -84,51 +74,28 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class RawStep:
-    """Seconds at the hardware's peaks: per micro-batch, or once per step where the part says so.
+    """Seconds at the hardware's peaks: per micro-batch, or once per step where the part says so."""
 
-    Attributes:
-        dense_s: dense products, the logits among them.
-        grouped_s: products of experts on the fullest rank.
-        attention_s: products of attention with keys and values.
-        element_s: element-wise kernels, for one byte per token, layer and element of D.
-        rows_s: element-wise kernels on the rows of experts, and on logits.
-        one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: all-to-all of tokens within nodes.
-        exchange_across_s: all-to-all of tokens between nodes.
-        tensor_s: collectives of tensor parallelism.
-        gathers_s: gathers of weights and reductions of gradients of each micro-batch.
-        step_gathers_s: gathers and reductions once per step.
-        offload_s: copies between host and device, each micro-batch.
-        sends_s: activations and their gradients to the neighbouring pipeline stages.
-        host_layers: number of layers whose kernels the CPU launches, in forward and backward.
-        step_layers: number of layers whose update, clipping and zeroing it launches once per step.
-        optimizer_s: optimizer update, once per step.
-        bubble: time that a pipeline waits, as a share of the micro-batches' time.
-        overlap_degree: number of parts that tokens travel in.
-        accumulation: micro-batches of a step.
-        stack: see `Workload`.
-    """
-
-    dense_s: float
-    grouped_s: float
-    attention_s: float
-    element_s: float
-    rows_s: float
-    one_hot_s: float
-    exchange_inside_s: float
-    exchange_across_s: float
-    tensor_s: float
-    gathers_s: float
-    step_gathers_s: float
-    offload_s: float
-    sends_s: float
-    host_layers: float
-    step_layers: float
-    optimizer_s: float
-    bubble: float
-    overlap_degree: int
-    accumulation: int
-    stack: str
+    dense_s: float  # dense products, the logits among them
+    grouped_s: float  # products of experts on the fullest rank
+    attention_s: float  # products of attention with keys and values
+    element_s: float  # element-wise kernels, for one byte per token, layer and element of D
+    rows_s: float  # element-wise kernels on the rows of experts, and on logits
+    one_hot_s: float  # dispatch by one-hot products
+    exchange_inside_s: float  # all-to-all of tokens within nodes
+    exchange_across_s: float  # all-to-all of tokens between nodes
+    tensor_s: float  # collectives of tensor parallelism
+    gathers_s: float  # gathers of weights and reductions of gradients of each micro-batch
+    step_gathers_s: float  # gathers and reductions once per step
+    offload_s: float  # copies between host and device, each micro-batch
+    sends_s: float  # activations and their gradients to the neighbouring pipeline stages
+    host_layers: float  # number of layers whose kernels the CPU launches, in forward and backward
+    step_layers: float  # number of layers whose update, clipping and zeroing it launches once per step
+    optimizer_s: float  # optimizer update, once per step
+    bubble: float  # time that a pipeline waits, as a share of the micro-batches' time
+    overlap_degree: int  # number of parts that tokens travel in
+    accumulation: int  # micro-batches of a step
+    stack: str  # see `Workload`
 
     def network_s(self, e: Efficiency) -> float:
         """Seconds in which links carry what a step sends, hidden or not: no step is shorter."""
@@ -139,39 +106,22 @@ class RawStep:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step by part, hidden communication left out.
+    """Seconds of one step by part, hidden communication left out."""
 
-    Attributes:
-        dense_s: dense products.
-        grouped_s: products of experts.
-        attention_s: products of attention with keys and values.
-        element_s: element-wise kernels.
-        one_hot_s: dispatch by one-hot products.
-        exchange_inside_s: all-to-all of tokens within nodes.
-        exchange_across_s: all-to-all of tokens between nodes.
-        tensor_s: collectives of tensor parallelism.
-        zero_s: gathers of weights and reductions of gradients.
-        optimizer_s: optimizer update.
-        offload_s: copies between host and device.
-        sends_s: activations between pipeline stages.
-        host_s: kernel launches of the CPU.
-        bubble_s: pipeline bubble.
-    """
-
-    dense_s: float
-    grouped_s: float
-    attention_s: float
-    element_s: float
-    one_hot_s: float
-    exchange_inside_s: float
-    exchange_across_s: float
-    tensor_s: float
-    zero_s: float
-    optimizer_s: float
-    offload_s: float
-    sends_s: float
-    host_s: float
-    bubble_s: float
+    dense_s: float  # dense products
+    grouped_s: float  # products of experts
+    attention_s: float  # products of attention with keys and values
+    element_s: float  # element-wise kernels
+    one_hot_s: float  # dispatch by one-hot products
+    exchange_inside_s: float  # all-to-all of tokens within nodes
+    exchange_across_s: float  # all-to-all of tokens between nodes
+    tensor_s: float  # collectives of tensor parallelism
+    zero_s: float  # gathers of weights and reductions of gradients
+    optimizer_s: float  # optimizer update
+    offload_s: float  # copies between host and device
+    sends_s: float  # activations between pipeline stages
+    host_s: float  # kernel launches of the CPU
+    bubble_s: float  # pipeline bubble
 
     @property
     def total_s(self) -> float:
@@ -181,14 +131,7 @@ class StepSeconds:
 
 
 def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> RawStep:
-    """Seconds of a step's parts at the hardware's peaks.
-
-    Args:
-        sizes: sizes of the model.
-        layout: layout of the run.
-        work: sequences, precision and software.
-        cluster: the hardware.
-    """
+    """Seconds of a step's parts at the hardware's peaks."""
     device, stages = cluster.device, layout.pp_degree
     peak, hbm = device.reached_per_s(work.precision), HBM * device.hbm_bytes_per_s
     wide = device.reached_per_s("float32" if work.precision == "float32" else "bfloat16")
@@ -235,7 +178,8 @@ def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Clu
 
 
 def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
-    """Seconds of the all-gathers and reduce-scatters around attention and MLP, forward and backward (Megatron's sequence parallelism)."""
+    """Seconds of the all-gathers and reduce-scatters around attention and MLP, forward and backward (Megatron's
+    sequence parallelism)."""
     tp = layout.tp_degree
     if tp == 1:
         return 0.0
@@ -245,7 +189,8 @@ def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) 
 
 
 def _sends_s(num_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
-    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual stage."""
+    """Seconds of a micro-batch's activations to the next pipeline stage, and of gradients back, for each virtual
+    stage."""
     if layout.pp_degree == 1:
         return 0.0
     spans = layout.num_ranks > cluster.node_size
@@ -272,22 +217,19 @@ def _even(top_k: float, num_experts: int, merges: bool) -> TokenLoad:
 
 @dataclass(frozen=True)
 class _LayerLine:
-    """Seconds of a layer per token of a rank, and per part of the tokens: (products, travel within nodes, travel between nodes)."""
+    """Seconds of a layer per token of a rank, and per part of the tokens: (products, travel within nodes, travel
+    between nodes)."""
 
     per_token: tuple[float, float, float]
     per_part: tuple[float, float, float]
 
 
 @cache
-def _layer_line(
-    kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine
-) -> _LayerLine:
+def _layer_line(kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine) -> _LayerLine:
     """The line through `layer_time.step_time` at no token and at many: the time is linear in tokens."""
     many = 1e6
-    way = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
-    none, some = (
-        step_time(way, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many)
-    )
+    dispatch = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
+    none, some = (step_time(dispatch, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many))
     fixed = none.products_s, none.travel_s - none.across_s, none.across_s
     found = some.products_s, some.travel_s - some.across_s, some.across_s
     per_token = tuple((s - f) / many for s, f in zip(found, fixed, strict=True))
@@ -326,15 +268,12 @@ def _expert_parts(
     )
     factor, parts = work.imbalance * work.capacity_factor, layout.overlap_degree
     grouped, inside, across = (
-        factor * T * token + parts * part
-        for token, part in zip(line.per_token, line.per_part, strict=True)
+        factor * T * token + parts * part for token, part in zip(line.per_token, line.per_part, strict=True)
     )
     again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
     first_product = (block.num_matrices - 1) / block.num_matrices / 3
     products = (
-        again
-        - (1 / 3 if sizes.learning_share < 1 else 0)
-        + (first_product if layout.checkpointing == "experts" else 0)
+        again - (1 / 3 if sizes.learning_share < 1 else 0) + (first_product if layout.checkpointing == "experts" else 0)
     )
     trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
     trips *= 0.75 if work.eight_bit_dispatch else 1.0  # two of the four all-to-alls are dispatches
@@ -346,15 +285,11 @@ def _expert_parts(
         "exchange_across_s": trips * across,
     }
     if work.one_hot:  # T x (E C) masks, and products with them in encode and decode
-        found["one_hot_s"] = (
-            layout.passes - 1
-        ) * 4 * T * rows * D / peak + again * ONE_HOT_MASK_BYTES * T * rows / hbm
+        found["one_hot_s"] = (layout.passes - 1) * 4 * T * rows * D / peak + again * ONE_HOT_MASK_BYTES * T * rows / hbm
     return found
 
 
-def _weights(
-    sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster
-) -> dict[str, float]:
+def _weights(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> dict[str, float]:
     """Seconds of one rank's weight gathers, gradient reductions, offload copies and update, by part of `RawStep`."""
     device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
     other = OTHERS.get(work.states)
@@ -372,9 +307,7 @@ def _weights(
     expert_gather = gathers * of_experts(experts * b, count=moe_layers)
     expert_sum = of_experts(experts * gradient, count=moe_layers)
     held = dense / shard + experts / replicas
-    sums = 2 * _collective_s(
-        cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers
-    )
+    sums = 2 * _collective_s(cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers)
     # This project reduces experts' gradients in each pass; other software once per step where weights stay gathered.
     each, step = 0.0, sums
     if layout.zero_stage == 3 or work.states in OURS:
@@ -401,18 +334,9 @@ def _weights(
     }
 
 
-def _collective_s(
-    cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float
-) -> float:
-    """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride` apart.
-
-    Args:
-        cluster: the cluster of the ranks.
-        num_bytes: bytes that each rank has afterwards.
-        ranks: number of ranks of the ring.
-        stride: distance from a rank to the next.
-        count: number of collectives, each of which waits for every hop of its ring.
-    """
+def _collective_s(cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float) -> float:
+    """Seconds of all-gathers (or reduce-scatters) of so many bytes in all, over a ring of ranks that are `stride`
+    apart."""
     if ranks == 1 or not num_bytes:
         return 0.0
     network, per_node = network_of(cluster), cluster.node_size
@@ -435,12 +359,8 @@ _GRAPHS = {"graphs": 0.5, "fused": 1.0, "whole_graph": 2.0}
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
     """Seconds of a step by part, with software of a known efficiency.
 
-    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes of it
-    first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
-
-    Args:
-        raw: seconds at the hardware's peaks.
-        e: efficiency of the software.
+    All communication of a pass hides under that pass's compute, whose `hidden` share is one budget: the exchange takes
+    of it first, then sends between stages, gathers and offload, and what is left hides the gathers of a step.
     """
     old = e.old if raw.stack == "2021" else 1.0
     m = raw.accumulation

@@ -1,4 +1,5 @@
-"""Formats of weights that are served: bytes of a weight with its scales, and the precision of its products, by part of a model."""
+"""Formats of weights that are served: bytes of a weight with its scales, and the precision of its products, by part of
+a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,15 +13,10 @@ FormatName = Literal["float32", "bfloat16", "fp8", "int8", "int4", "mxfp4", "nvf
 
 @dataclass(frozen=True)
 class ServedFormat:
-    """A format of weights.
+    """A format of weights."""
 
-    Attributes:
-        bytes_each: bytes of a weight, its share of the scales included.
-        precision: precision of products with it.
-    """
-
-    bytes_each: float
-    precision: Precision
+    bytes_each: float  # bytes of a weight, its share of the scales included
+    precision: Precision  # precision of products with it
 
 
 FORMATS: Mapping[FormatName, ServedFormat] = {
@@ -32,8 +28,8 @@ FORMATS: Mapping[FormatName, ServedFormat] = {
     "mxfp4": ServedFormat(0.5 + 1 / 32, "bfloat16"),
     "nvfp4": ServedFormat(0.5 + 1 / 16, "float8"),
 }
-"""Formats by name: FP8 with a scale for 128 x 128 weights, int8 by row, int4 in groups of 64, MXFP4 in blocks of 32, NVFP4
-of 16. Four-bit weights are widened for their products, NVFP4's to FP8."""
+"""Formats by name: FP8 with a scale for 128 x 128 weights, int8 by row, int4 in groups of 64, MXFP4 in blocks of 32,
+NVFP4 of 16. Four-bit weights are widened for their products, NVFP4's to FP8."""
 
 
 def _is_format(name: str) -> TypeGuard[FormatName]:
@@ -42,19 +38,12 @@ def _is_format(name: str) -> TypeGuard[FormatName]:
 
 @dataclass(frozen=True)
 class Weights:
-    """Formats of the parts of a model.
+    """Formats of the parts of a model."""
 
-    Attributes:
-        experts: of routed experts.
-        attention: of attention's matrices.
-        dense: of shared experts and dense layers.
-        embedding: of embedding and output.
-    """
-
-    experts: FormatName = "bfloat16"
-    attention: FormatName = "bfloat16"
-    dense: FormatName = "bfloat16"
-    embedding: FormatName = "bfloat16"
+    experts: FormatName = "bfloat16"  # of routed experts
+    attention: FormatName = "bfloat16"  # of attention's matrices
+    dense: FormatName = "bfloat16"  # of shared experts and dense layers
+    embedding: FormatName = "bfloat16"  # of embedding and output
 
     @staticmethod
     def all(name: FormatName) -> "Weights":
@@ -70,9 +59,6 @@ class Weights:
             text: for example "fp8" or "experts=mxfp4,attention=bfloat16".
             usual: formats of the parts that it does not name; None: BF16.
 
-        Raises:
-            ConfigError: a part or a format is unknown.
-
         Example:
             >>> from expertmesh.costs.weight_formats import Weights
             >>> Weights.of("experts=mxfp4").attention
@@ -82,15 +68,11 @@ class Weights:
         for word in text.split(","):
             part, equals, name = word.strip().rpartition("=")
             if not _is_format(name):
-                raise ConfigError(
-                    "weights", text, f"must have formats of {', '.join(FORMATS)}", "name one"
-                )
+                raise ConfigError("weights", text, f"must have formats of {', '.join(FORMATS)}", "name one")
             if not equals:
                 found = Weights.all(name)
             elif part not in PARTS:
-                raise ConfigError(
-                    "weights", text, f"must name parts of {', '.join(PARTS)}", "name one"
-                )
+                raise ConfigError("weights", text, f"must name parts of {', '.join(PARTS)}", "name one")
             else:
                 found = replace(found, **{part: name})
         return found
@@ -125,11 +107,7 @@ _OF_FILES: Mapping[str, FormatName] = {
 
 
 def weights_of_files(given: Any) -> Weights | None:
-    """Formats that the `quantization_config` of a config.json says; None: it says nothing that is known.
-
-    Args:
-        given: its value.
-    """
+    """Formats that the `quantization_config` of a config.json says; None: it says nothing that is known."""
     if not isinstance(given, Mapping):
         return None
     text = str(given).lower()

@@ -127,18 +127,12 @@ _KINDS = {"one": 1, "many": 7}
 
 class CompiledForward:
     """`model(ids, context=..., logit_rows_R=...)` without its modules, traced in the background while the engine runs them.
-
-    Args:
-        model: model in evaluation mode, on a CPU.
-
-    Attributes:
-        problem: why compilation failed, in one line; empty: it did not.
     """
 
     pads, description = False, ""
 
     def __init__(self, model: Any) -> None:
-        self.problem = ""
+        self.problem = ""  # why compilation failed, in one line; empty: it did not
         modules = list(model.modules())
         self._state = [
             (tensors, name)
@@ -300,20 +294,11 @@ def _directly(run: Callable[..., Any]) -> Rewrite:
 
 
 def traced(
-    function: Callable[..., Any],
-    example: Iterable[Tensor],
-    weights: Iterable[Tensor],
+    function: Callable[..., Any],  # takes the example's tensors, then the weights; returns a tuple of tensors
+    example: Iterable[Tensor],  # tensors of symbolic sizes; equal sizes are traced as always equal
+    weights: Iterable[Tensor],  # tensors of fixed sizes
 ) -> fx.GraphModule:
-    """Trace a function of tensors with symbolic sizes (0 and 1 excepted) and of weights with fixed sizes.
-
-    Args:
-        function: takes the example's tensors, then the weights; returns a tuple of tensors.
-        example: tensors of symbolic sizes; equal sizes are traced as always equal.
-        weights: tensors of fixed sizes.
-
-    Raises:
-        ValueError: the function's control flow depends on the sizes.
-    """
+    """Trace a function of tensors with symbolic sizes (0 and 1 excepted) and of weights with fixed sizes."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -376,11 +361,7 @@ def why_not_compiled(model: Any) -> str:
 
 
 def compiled_forward(model: Any, config: EngineConfig) -> CompiledForward | None:
-    """Compiled forward of a model, of which no kind is compiled yet; None: run uncompiled.
-
-    Raises:
-        ConfigError: compile=True, but the model cannot be compiled.
-    """
+    """Compiled forward of a model, of which no kind is compiled yet; None: run uncompiled."""
     if config.compile is False:
         return None
     detach_collected(model)

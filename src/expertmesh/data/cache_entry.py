@@ -31,13 +31,6 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
     The folder appears by one rename, so a killed process leaves no partial entry. Checksums are compared in each call,
     and a damaged entry is computed again.
-
-    Args:
-        folder: folder of the entry; its parent is made.
-        fill: function that writes the entry, with the file `INDEX`, into the folder that it is given.
-
-    Raises:
-        ConfigError: the parent is a file.
     """
     if _damage(folder) is None:
         return
@@ -103,18 +96,11 @@ def _checksum(path: Path) -> str:
 
 
 def _make_cache(path: Path) -> None:
-    """Make the folder of a cache.
-
-    Raises:
-        ConfigError: the path is a file, or below one, or may not be made.
-        OSError: the disk is full or fails.
-    """
+    """Make the folder of a cache."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
-            "data.cache_dir", path, "is a file or below a file", "choose a folder"
-        ) from None
+        raise ConfigError("data.cache_dir", path, "is a file or below a file", "choose a folder") from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
             raise
@@ -127,12 +113,7 @@ def _make_cache(path: Path) -> None:
 
 
 def _remove_leftovers(base: Path, *, mine: str) -> None:
-    """Delete partial entries of killed processes; a living process holds the lock of its entry.
-
-    Args:
-        base: folder of the entries.
-        mine: name of the entry whose lock this process holds.
-    """
+    """Delete partial entries of killed processes; a living process holds the lock of its entry."""
     for path in base.iterdir():
         found = _PARTIAL.fullmatch(path.name)
         if found is None:

@@ -46,48 +46,29 @@ _NO_RECORDS = "files hold no records that are read"
 
 
 class CandidateDocument(NamedTuple):
-    """A document that may be chosen.
+    """A document that may be chosen."""
 
-    Attributes:
-        name: see `Document`.
-        read: returns its text, or raises NotTextError.
-        place: see `Document`.
-        own_name: see `Document`; empty: the name.
-        shown: its place, for display; empty: the name.
-    """
-
-    name: str
-    read: Callable[[], str]
-    place: int = 0
-    own_name: str = ""
-    shown: str = ""
+    name: str  # see `Document`
+    read: Callable[[], str]  # returns its text, or raises NotTextError
+    place: int = 0  # see `Document`
+    own_name: str = ""  # see `Document`; empty: the name
+    shown: str = ""  # its place, for display; empty: the name
 
 
 @dataclass(frozen=True)
-class Told:
-    """Files of which a user should be told.
+class Notices:
+    """Files that a user hears of: left out, or learned as plain text."""
 
-    Attributes:
-        left_out: files that are not used.
-        as_text: files that may hold records and are learned as plain text.
-        unnamed: files with records but no ending for it, which are learned as plain text.
-    """
-
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: LeftOut = field(default_factory=LeftOut)  # files that are not used
+    # files that may hold records and are learned as plain text
     as_text: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
+    # files with records but no ending for it, which are learned as plain text
     unnamed: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
 
 
-def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateDocument]]:
-    """Description of the text, and its documents, before any is read.
-
-    Args:
-        config: options of the text.
-        told: receives the files that are left out.
-
-    Raises:
-        ConfigError: a place is missing, has no text, or cannot be read.
-    """
+def find_documents(config: TextConfig, notices: Notices) -> tuple[str, list[CandidateDocument]]:
+    """Description of the text, and its documents, before any is read. `notices`: receives the files that are left
+    out."""
     if config.dataset is not None:
         return f"dataset {config.dataset}", _dataset(config.dataset, config.column)
     if config.path is None:
@@ -97,25 +78,23 @@ def find_documents(config: TextConfig, told: Told) -> tuple[str, list[CandidateD
         return "the source of Python's standard library", _whole(root, files, config)
     places = find_paths(config.path)
     if len(places) == 1:
-        return places[0].name, _of_place(places[0], config, told)
+        return places[0].name, _of_place(places[0], config, notices)
     candidates = []
     for number, place in enumerate(places):
-        for c in _of_place(place, config, told):
+        for c in _of_place(place, config, notices):
             shown = f"{place.name}: {c.shown}" if c.shown else ""
-            candidates.append(
-                CandidateDocument(f"{number}:{c.name}", c.read, number, c.name, shown)
-            )
+            candidates.append(CandidateDocument(f"{number}:{c.name}", c.read, number, c.name, shown))
     return f"{len(places)} places from {places[0].name}", candidates
 
 
-def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[CandidateDocument]:
+def _of_place(place: WeightedPath, config: TextConfig, notices: Notices) -> list[CandidateDocument]:
     """Documents of a file or folder; the matches of a pattern are treated as one folder."""
-    root, files, left_out = place.root, list[Path](), told.left_out
+    root, files, left_out = place.root, list[Path](), notices.left_out
     before = left_out.total
     if len(place.paths) == 1:
         (root,) = place.paths
         if not root.is_dir():
-            return _of_one_file(root, config, told)
+            return _of_one_file(root, config, notices)
     for path in place.paths:
         if path.is_dir():
             found, without = find_files(path)
@@ -131,9 +110,9 @@ def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candi
         why = "" if is_whole else f" ({left_out})"
         raise ConfigError(f"{option_of(config)}: the folder has no files{why}; give text files")
     if len(files) == 1 and is_whole:
-        return _of_one_file(files[0], config, told)
+        return _of_one_file(files[0], config, notices)
     names = [path.relative_to(root) for path in files]
-    return list(_of_folder(root, names, config, told, ending=ending_of(place.name)))
+    return list(_of_folder(root, names, config, notices, ending=ending_of(place.name)))
 
 
 def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] | None:
@@ -145,9 +124,7 @@ def _rows(path: Path, name: str, config: TextConfig) -> list[CandidateDocument] 
 def _of_rows(rows: Iterable[Row], name: str) -> Iterator[CandidateDocument]:
     for index, row in enumerate(rows):
         shown = row.at(name)
-        yield CandidateDocument(
-            shown if row.kind != TEXT else f"{name}#{index:09d}", row, shown=shown
-        )
+        yield CandidateDocument(shown if row.kind != TEXT else f"{name}#{index:09d}", row, shown=shown)
 
 
 def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[CandidateDocument]:
@@ -155,7 +132,7 @@ def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[Candid
     return [CandidateDocument(p.as_posix(), TextFile(root / p, encoding=encoding)) for p in found]
 
 
-def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDocument]:
+def _of_one_file(path: Path, config: TextConfig, notices: Notices) -> list[CandidateDocument]:
     """Documents of a single file; errors in it are raised, where those in a folder's files are noted."""
     if not path.is_file():  # a pipe or a device would be waited for, or read for ever
         raise ConfigError(
@@ -169,9 +146,9 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDo
         rows = _rows(path, path.name, config)
         if rows is not None:
             return rows
-        _look_for_json(path, path.name, config, told)
+        _look_for_json(path, path.name, config, notices)
         size = TextFile(path).num_bytes()
-        return _pieces(path, path.name, _piece_bytes(size, config), size, config.encoding)
+        return _parts_of_file(path, path.name, _piece_bytes(size, config), size, config.encoding)
     except OSError as error:
         raise ConfigError(
             f"{option_of(config)}: cannot be read ({error.strerror or error}); {_fix_of(error)}, or give another file"
@@ -183,11 +160,13 @@ def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[CandidateDo
 
 
 def _of_folder(
-    root: Path, found: Sequence[Path], config: TextConfig, told: Told, *, ending: str | None
+    root: Path, found: Sequence[Path], config: TextConfig, notices: Notices, *, ending: str | None
 ) -> Iterator[CandidateDocument]:
-    """Documents of a folder's files: one of each text; a file that is a large share of the text is cut like a single file.
+    """Documents of a folder's files: one of each text; a file that is a large share of the text is cut like a single
+    file.
 
-    A file without known records is a text if its ending is in `MAY_BE_TEXT`, unless a pattern asks for this very `ending`.
+    A file without known records is a text if its ending is in `MAY_BE_TEXT`, unless a pattern asks for this very
+    `ending`.
     """
     sizes = {}
     for path in Progress("looked at", total=len(found), unit="files").over(found):
@@ -197,12 +176,12 @@ def _of_folder(
             if rows is not None:
                 yield from rows
                 continue
-            _look_for_json(root / path, name, config, told)
+            _look_for_json(root / path, name, config, notices)
             sizes[path] = TextFile(root / path).num_bytes()
         except OSError as error:
-            told.left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)
+            notices.left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)
         except NotTextError as error:
-            told.left_out.add(error.reason, name)
+            notices.left_out.add(error.reason, name)
         except NoRecordsError as error:
             own = ending_of(name)
             if own is not None and own == ending:
@@ -210,19 +189,19 @@ def _of_folder(
                 raise ConfigError(f"{where}: {error}") from None
             if own in MAY_BE_TEXT:
                 sizes[path] = TextFile(root / path).num_bytes()
-                told.as_text.add(_NO_RECORDS, f"{name}: {error.seen}")
+                notices.as_text.add(_NO_RECORDS, f"{name}: {error.seen}")
             else:
-                told.left_out.add(_NO_RECORDS, f"{name}: {error.seen}")
+                notices.left_out.add(_NO_RECORDS, f"{name}: {error.seen}")
     most = _all_bytes(sum(sizes.values()), config) // _LEAST_PIECES
     piece_bytes = _piece_bytes(sum(sizes.values()), config)
     for path, size in sizes.items():
-        pieces = None
+        parts = None
         if size > max(most, _LEAST_PIECE_BYTES):
             try:
-                pieces = _pieces(root / path, path.as_posix(), piece_bytes, size, config.encoding)
+                parts = _parts_of_file(root / path, path.as_posix(), piece_bytes, size, config.encoding)
             except (OSError, NotTextError):
-                pieces = None  # left out when it is read as a whole
-        yield from pieces or _whole(root, [path], config)
+                parts = None  # left out when it is read as a whole
+        yield from parts or _whole(root, [path], config)
 
 
 def _fix_of(error: OSError) -> str:
@@ -232,11 +211,11 @@ def _fix_of(error: OSError) -> str:
     return "change its permissions" if isinstance(error, PermissionError) else "check it"
 
 
-def _look_for_json(path: Path, name: str, config: TextConfig, told: Told) -> None:
+def _look_for_json(path: Path, name: str, config: TextConfig, notices: Notices) -> None:
     """Count a text file that holds JSON though its name does not say so."""
     found = json_in(path, config.encoding)
     if found is not None:
-        told.unnamed.add(_LINES if found == "lines" else ENTRIES, name)
+        notices.unnamed.add(_LINES if found == "lines" else ENTRIES, name)
 
 
 def _all_bytes(num_bytes: int, config: TextConfig) -> int:
@@ -249,20 +228,15 @@ def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
     return min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share))
 
 
-def _pieces(
+def _parts_of_file(
     path: Path, name: str, piece_bytes: int, num_bytes: int, encoding: str | None
 ) -> list[CandidateDocument]:
-    """A file of `num_bytes` cut at line ends into documents of about `piece_bytes`, so that it can be split.
-
-    Raises:
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
-    """
+    """A file of `num_bytes` cut at line ends into documents of about `piece_bytes`, so that it can be split."""
     data = TextFile(path).data()
     codec, first_byte = encoding_of(data[:MOST_OF_A_MARK], encoding)
     text = decoded(data, encoding)
     size = max(piece_bytes * len(text) // max(num_bytes, 1), 1)  # in characters
-    pieces: list[CandidateDocument] = []
+    parts: list[CandidateDocument] = []
     start = 0
     while start < len(text):
         end = start + size
@@ -274,9 +248,9 @@ def _pieces(
         # Packed files cannot be read from the middle, nor files in a stateful encoding.
         if is_packed(path) or not _is_piece(data[first_byte:last_byte], codec, piece):
             read = partial(str, piece)
-        pieces.append(CandidateDocument(f"{name}#{len(pieces):06d}", read))
+        parts.append(CandidateDocument(f"{name}#{len(parts):06d}", read))
         start, first_byte = end, last_byte
-    return pieces
+    return parts
 
 
 def _is_piece(data: bytes, codec: str, text: str) -> bool:
@@ -300,9 +274,7 @@ def _dataset(name: str, column: str | None) -> list[CandidateDocument]:
         rows = datasets.load_dataset(name, split="train")
     except Exception as error:  # the library raises many kinds, plain Exception among them
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            "data.dataset", name, f"cannot be loaded ({reason})", "check the name"
-        ) from None
+        raise ConfigError("data.dataset", name, f"cannot be loaded ({reason})", "check the name") from None
     if not len(rows):
         return []
     where = named("data.dataset", name)

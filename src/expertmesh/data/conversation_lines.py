@@ -1,10 +1,10 @@
 """Check of conversations in JSON: their form, and the fields that are refused.
 
-A conversation is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
-{"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true, ...) says whether it
-is learned. Further fields of a message, and the object's `tools`, are kept for the chat template. Fields that other programs read
-and this one does not are refused, and so are a flag that excludes a whole record, text or conversation, and a judgement of its
-answer. `expertmesh.data.records` turns other shapes into this one.
+A conversation is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a
+list of {"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true,
+...) says whether it is learned. Further fields of a message, and the object's `tools`, are kept for the chat template.
+Fields that other programs read and this one does not are refused, and so are a flag that excludes a whole record, text
+or conversation, and a judgement of its answer. `expertmesh.data.records` turns other shapes into this one.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ FLAGS = (
 ALL_FLAGS = (*FLAGS, NOT_LEARNED)
 """`FLAGS` and the flag with the opposite meaning."""
 JUDGEMENTS = ("kto_tag", "label", "chosen", "rejected")
-"""Fields by which a line says, as a Boolean, whether its answer is good (unpaired preferences): LLaMA-Factory's; TRL's and
-ms-swift's; two names of paired preferences."""
+"""Fields by which a line says, as a Boolean, whether its answer is good (unpaired preferences): LLaMA-Factory's; TRL's
+and ms-swift's; two names of paired preferences."""
 _PREFERENCES = "preferences are not learned; keep what is right as messages"
 ELSEWHERE = {
     "functions": "write them as 'tools'",
@@ -59,11 +59,7 @@ _OF_MESSAGES = {
 
 
 def checked(given: bytes | Mapping[str, Any]) -> Conversation:
-    """A conversation from an object or its JSON.
-
-    Raises:
-        ValueError: the object is no conversation; says why.
-    """
+    """A conversation from an object or its JSON."""
     values: Any = given
     if isinstance(given, bytes):
         try:
@@ -88,14 +84,7 @@ def checked(given: bytes | Mapping[str, Any]) -> Conversation:
 
 
 def check_whole(values: Mapping[str, Any]) -> None:
-    """Check the flags of a whole line.
-
-    Args:
-        values: fields of the line.
-
-    Raises:
-        ValueError: a flag excludes the line from learning, or is neither 0 nor 1.
-    """
+    """Check the flags of a whole line."""
     if not all(_flags(values, "the line").values()):
         raise ValueError("says of the whole line that it is not learned")
 
@@ -105,7 +94,6 @@ def of_cell(name: str, text: str) -> Any:
 
     Args:
         name: the column. Cells of flags and judgements are read as numbers and Booleans, and blank ones as None.
-        text: the cell.
     """
     if name not in ALL_FLAGS and name not in JUDGEMENTS:
         return text
@@ -133,9 +121,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     _check_fields(message, _OF_MESSAGES, what)
     flags = _flags(message, what)
     if len(set(flags.values())) > 1:
-        raise ValueError(
-            f"{what} has {' and '.join(map(repr, flags))}, which contradict each other"
-        )
+        raise ValueError(f"{what} has {' and '.join(map(repr, flags))}, which contradict each other")
     if role != "assistant" and any(flags.values()):
         name = next(iter(flags))
         raise ValueError(f"{what} has {name!r}, and only what the assistant says is learned")

@@ -70,7 +70,8 @@ an input's conversation in its row, from 1, 0 where padded}."""
 class _SplitSequences:
     """The sequences of one split, memory-mapped.
 
-    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`, row by row.
+    A sample is `per_sample` neighbouring sequences, each in a row of its own, or the samples of an entry of `packs`,
+    row by row.
     """
 
     tokens_N: np.ndarray
@@ -118,23 +119,7 @@ class _SplitSequences:
 
 
 class ConversationData:
-    """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them.
-
-    Args:
-        corpus: a corpus whose documents are conversations.
-        config: options of the data.
-        vocab_size: V of the model.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: a side has no turn of the assistant, the format refuses a conversation (named by file and line), or the
-            vocabulary is too small.
-        OSError: the cache cannot be written.
-
-    Attributes:
-        num_training: number of training samples.
-        num_validation: number of validation samples.
-    """
+    """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them."""
 
     version: ClassVar[tuple[int | str, ...]] = (3,)
     """Version of the rows, which is part of the key."""
@@ -192,15 +177,15 @@ class ConversationData:
         num_sequences = len(self._training)
         if config.pack:
             self._training = self._training.packed(config.seq_len, seed)
-        self.num_training = len(self._training)
-        self.num_validation = len(self._validation)
+        self.num_training = len(self._training)  # number of training samples
+        self.num_validation = len(self._validation)  # number of validation samples
         self.files = {"tokenizer.json": folder / "tokenizer.json", **files_of_format(form, given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
             f"{corpus.source}: {num_sequences:,} training and {self.num_validation:,} validation "
-            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
-            + (f", in {len(self._training):,} packed rows" if config.pack else "")
+            f"{'sequences of ' * corpus.is_talk}{_PLURALS[corpus.kind]}, {index['learned']:,} of {index['tokens']:,} "
+            "training tokens are the assistant's" + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
     def batch(self, first_sample: int, num_samples: int) -> Rows:
@@ -218,10 +203,10 @@ class ConversationData:
 
     @staticmethod
     def rows_of(
-        talk: Conversation, name: str, form: "ChatFormat | PlainForm", seq_len: int, told: LeftOut
+        talk: Conversation, name: str, form: "ChatFormat | PlainForm", seq_len: int, left_out: LeftOut
     ) -> Iterator["LearnedRow"]:
         """Sequences of a document, see `rows_of_talk`."""
-        return rows_of_talk(talk, name, form, seq_len, told)
+        return rows_of_talk(talk, name, form, seq_len, left_out)
 
     def validation(
         self, max_samples: int | None, batch_size: int
@@ -264,41 +249,40 @@ def _fill(
     if tokenizer is None:
         most = 257 + len(MARKS) + sum(document.num_bytes for document in corpus.training)
         say(f"learning a tokenizer of {vocab_size:,} tokens")
-        tokenizer = train_tokenizer(
-            _contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS
-        )
+        tokenizer = train_tokenizer(_contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS)
         say("")
     tokenizer = save_tokenizer(tokenizer, folder)
     form = _form(tokenizer, path, is_plain=is_plain)
-    told = LeftOut()
+    left_out = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
-        found = _write(
-            folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, told=told)
-        )
+        found = _write(folder, side, documents, partial(rows_of, form=form, seq_len=seq_len, left_out=left_out))
         if not found["sequences"]:
-            reasons = "".join(f"{n:,} {reason}, " for reason, n in told.counts.items())
+            reasons = "".join(f"{n:,} {reason}, " for reason, n in left_out.counts.items())
             raise ConfigError(
-                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its first "
-                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise {named('data.seq_len')}"
+                f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its "
+                "first "
+                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise "
+                f"{named('data.seq_len')}"
             )
         if side == "training":
             index |= found
-    index["notes"] = _notes(corpus, told, seq_len)
+    index["notes"] = _notes(corpus, left_out, seq_len)
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
+def _notes(corpus: Corpus, left_out: LeftOut, seq_len: int) -> list[str]:
     notes = []
-    for reason, count in told.counts.items():
+    for reason, count in left_out.counts.items():
         what = "" if reason in _SAID else "are left out: they"
         fix = {
-            _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
+            _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and "
+            f"{named('model.max_seq_len')}",
             _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
         rows = _PLURALS[corpus.kind]
         rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) and corpus.is_talk else rows
-        example = f"(for example {told.examples[reason]})"
+        example = f"(for example {left_out.examples[reason]})"
         line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix} {example}"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
     return notes
@@ -343,46 +327,43 @@ def rows_of_talk(
     name: str,
     form: ChatFormat | PlainForm,
     seq_len: int,
-    told: LeftOut,
+    left_out: LeftOut,
 ) -> Iterator[LearnedRow]:
-    """Sequences of a conversation, each with at least one learned target; `told` counts it where it is cut or left out."""
+    """Sequences of a conversation, each with at least one learned target; `left_out` counts it where it is cut or left
+    out."""
     if (problem := form.problem(conversation)) is not None:
-        told.add(problem, name)
+        left_out.add(problem, name)
         return
     messages = conversation[MESSAGES]
     if not any(map(is_answer, messages)):
-        told.add(_NO_ANSWER, name)
+        left_out.add(_NO_ANSWER, name)
         return
     if not any(map(is_learned, messages)):
-        told.add(_NOT_LEARNED, name)
+        left_out.add(_NOT_LEARNED, name)
         return
     if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
-        told.add(_EMPTY, name)
+        left_out.add(_EMPTY, name)
     unwritten = [name for name in _FIELDS_OF_THOUGHTS if not form.writes(name)]
     if any(message.get(name) for message in messages for name in unwritten):
-        told.add(_THOUGHTS, name)
+        left_out.add(_THOUGHTS, name)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
         raise ConfigError(f"{named('data.path')}: {name}: {error.line.text}") from None
-    for pieces in samples:
-        row = [i for piece in pieces for i in piece.ids]
-        mask = [piece.is_learned for piece in pieces for _ in piece.ids]
+    for spans in samples:
+        row = [i for span in spans for i in span.ids]
+        mask = [span.is_learned for span in spans for _ in span.ids]
         if not any(mask[1 : seq_len + 1]):
-            told.add(_CUT_AWAY, name)
+            left_out.add(_CUT_AWAY, name)
             continue
         if len(row) > seq_len + 1:
-            told.add(_CUT, name)
-        if not _last_of_answers(pieces) <= set(form.ends):
-            told.add(_NO_END, name)
+            left_out.add(_CUT, name)
+        if not _last_of_answers(spans) <= set(form.ends):
+            left_out.add(_NO_END, name)
         yield row[: seq_len + 1], mask[: seq_len + 1]
 
 
-def _last_of_answers(pieces: Sequence[TokenSpan]) -> set[int]:
+def _last_of_answers(spans: Sequence[TokenSpan]) -> set[int]:
     """Last tokens of the answers; learned spans in a row are one answer."""
-    following = [*pieces[1:], TokenSpan([], False)]
-    return {
-        one.ids[-1]
-        for one, after in zip(pieces, following, strict=True)
-        if one.is_learned and not after.is_learned
-    }
+    following = [*spans[1:], TokenSpan([], False)]
+    return {one.ids[-1] for one, after in zip(spans, following, strict=True) if one.is_learned and not after.is_learned}

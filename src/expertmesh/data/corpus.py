@@ -1,7 +1,7 @@
 """The corpus of a run: its documents, selected and split into training and validation.
 
-A document is a name and a function that reads its text. Only names, sizes and digests are kept in memory (and the text of
-packed files that are cut), so a corpus may be larger than memory.
+A document is a name and a function that reads its text. Only names, sizes and digests are kept in memory (and the text
+of packed files that are cut), so a corpus may be larger than memory.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from expertmesh.config.text import TextConfig
-from expertmesh.data.candidates import ENTRIES, Told, find_documents, option_of
+from expertmesh.data.candidates import ENTRIES, Notices, find_documents, option_of
 from expertmesh.data.data_progress import NAMES_ALL, Progress
 from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
@@ -28,24 +28,15 @@ _GIVE_TEXT = "; give text"
 
 @dataclass(frozen=True)
 class Document:
-    """Name, size, digest and reader of a document.
+    """Name, size, digest and reader of a document."""
 
-    Attributes:
-        name: path relative to the corpus, with forward slashes; unique.
-        num_bytes: length of the text in UTF-8.
-        digest: SHA-256 of the text.
-        read: function that returns the text.
-        place: number of its entry of `data.path`; its name begins with it where there are several.
-        own_name: its name within that entry.
-        prompt: digest of its prompt, where it is a pair of answers, whose prompts are on one side of the split.
-    """
-
-    name: str
-    num_bytes: int
-    digest: bytes
-    read: Callable[[], str] = field(compare=False)
-    place: int = 0
-    own_name: str = ""
+    name: str  # path relative to the corpus, with forward slashes; unique
+    num_bytes: int  # length of the text in UTF-8
+    digest: bytes  # SHA-256 of the text
+    read: Callable[[], str] = field(compare=False)  # function that returns the text
+    place: int = 0  # number of its entry of `data.path`; its name begins with it where there are several
+    own_name: str = ""  # its name within that entry
+    # digest of its prompt, where it is a pair of answers, whose prompts are on one side of the split
     prompt: bytes = b""
 
     @property
@@ -59,21 +50,16 @@ class Corpus:
     """The documents of a run, split so that no validation text is trained on.
 
     Attributes:
-        source: description of the corpus.
-        training: documents to train on, in order of a hash of their names.
-        validation: documents to evaluate on; none of them has the text of a training document.
-        num_skipped: number of files, lines, ... left out: no text, not readable, no regular files.
-        digest: hex SHA-256 of all names and texts, in the order above, and of the split.
-        notes: notes for the user, a line each: files left out, a split far from the requested one.
-        kind: what the documents are: texts, or, as JSON, conversations (`expertmesh.data.conversation_lines`) or pairs of answers.
+        kind: what the documents are: texts, or, as JSON, conversations (`expertmesh.data.conversation_lines`) or pairs
+            of answers.
     """
 
-    source: str
-    training: tuple[Document, ...]
-    validation: tuple[Document, ...]
-    num_skipped: int
-    digest: str
-    notes: tuple[Line, ...] = ()
+    source: str  # description of the corpus
+    training: tuple[Document, ...]  # documents to train on, in order of a hash of their names
+    validation: tuple[Document, ...]  # documents to evaluate on; none of them has the text of a training document
+    num_skipped: int  # number of files, lines, ... left out: no text, not readable, no regular files.
+    digest: str  # hex SHA-256 of all names and texts, in the order above, and of the split
+    notes: tuple[Line, ...] = ()  # notes for the user, a line each: files left out, a split far from the requested one
     kind: str = TEXT
 
     @property
@@ -85,21 +71,12 @@ class Corpus:
 def load_corpus(config: TextConfig) -> Corpus:
     """Find, select and split the documents. Reads every selected document once.
 
-    Documents are ordered by a hash of their names. With `max_bytes`, the first documents are used until their texts have
-    that many bytes. Documents of identical text go to the same side: the side of the smallest of their names.
-
-    Args:
-        config: options of the text.
-
-    Returns:
-        The corpus.
-
-    Raises:
-        ConfigError: the path is missing, is binary or has no text, or too few documents for two sides.
+    Documents are ordered by a hash of their names. With `max_bytes`, the first documents are used until their texts
+    have that many bytes. Documents of identical text go to the same side: the side of the smallest of their names.
     """
-    told = Told()
-    left_out = told.left_out
-    source, candidates = find_documents(config, told)
+    notices = Notices()
+    left_out = notices.left_out
+    source, candidates = find_documents(config, notices)
     documents, num_bytes, left_unread, fix = [], 0, 0, _GIVE_TEXT
     kinds: dict[str, str] = {}
     not_talks: dict[str, str] = {}
@@ -136,13 +113,12 @@ def load_corpus(config: TextConfig) -> Corpus:
     progress.finish()
     if not documents:
         why = f"left out: {left_out}" if left_out.total else "it is empty"
-        raise ConfigError(
-            f"{option_of(config)}: has no text ({why}){fix} (docs/data.md says what is read)"
-        )
+        raise ConfigError(f"{option_of(config)}: has no text ({why}){fix} (docs/data.md says what is read)")
     if len(kinds) > 1:
         first, other = [kind for kind in (PAIR, TALK, TEXT) if kind in kinds][:2]
         raise ConfigError(
-            f"{option_of(config)}: {kinds[first]} is a {first} and {kinds[other]} a {other}; train on one, then on the other "
+            f"{option_of(config)}: {kinds[first]} is a {first} and {kinds[other]} a {other}; train on one, then on "
+            "the other "
             f"({named('train.init_from')})"
         )
     training, validation = split_documents(documents, config.validation_fraction)
@@ -152,13 +128,15 @@ def load_corpus(config: TextConfig) -> Corpus:
         if left_out.total:
             without = f" (left out: {left_out}){without if fix == _GIVE_TEXT else fix}"
         raise ConfigError(
-            f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different text{'s' * (different > 1)} "
+            f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different "
+            f"text{'s' * (different > 1)} "
             f"cannot be split into training and validation, which equal texts do not cross{without}"
         )
-    notes = _notes(training, validation, config, told, not_talks)
+    notes = _notes(training, validation, config, notices, not_talks)
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
-            f"{option_of(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces "
+            f"{option_of(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} "
+            "pieces "
             f"of text are not, by {named('data.max_bytes')}; for all of them: {named('data.max_bytes', 'none')}"
         )
     training = _weighted(training, config)
@@ -182,9 +160,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     )
 
 
-def _document(
-    name: str, data: bytes, read: Callable[[], str], where: tuple[int, str], *, is_pair: bool
-) -> Document:
+def _document(name: str, data: bytes, read: Callable[[], str], where: tuple[int, str], *, is_pair: bool) -> Document:
     """A document with its size and digests; `where`: number of its entry of data.path, and its name within it."""
     digest = hashlib.sha256(data).digest()
     prompt = hashlib.sha256(prompt_of(data)).digest() if is_pair else b""
@@ -195,35 +171,35 @@ def _notes(
     training: list[Document],
     validation: list[Document],
     config: TextConfig,
-    told: Told,
+    notices: Notices,
     not_talks: dict[str, str],
 ) -> list[str]:
-    """Notes for the user on the texts; `not_talks` maps fields of conversations that stand beside a text to an example."""
+    """Notes for the user on the texts; `not_talks` maps fields of conversations that stand beside a text to an
+    example."""
     notes = _note_of_split(training, validation, config)
-    if told.left_out.total:
-        notes.append(f"{option_of(config)}: left out: {told.left_out}; {NAMES_ALL}")
-    if told.as_text.total:
+    if notices.left_out.total:
+        notes.append(f"{option_of(config)}: left out: {notices.left_out}; {NAMES_ALL}")
+    if notices.as_text.total:
         notes.append(
-            f"{option_of(config)}: learned as they stand: {told.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
+            f"{option_of(config)}: learned as they stand: {notices.as_text}; to read their texts, name the field: "
+            f"{named('data.column', 'NAME')}"
         )
     for fields, where in not_talks.items():
         notes.append(
-            f"{option_of(config)}: the 'text' of records is learned whole, and they have {fields}, too (for example {where}); to learn"
+            f"{option_of(config)}: the 'text' of records is learned whole, and they have {fields}, too (for example "
+            f"{where}); to learn"
             f" answers alone, take 'text' out of the records; else say so: {named('data.column', 'text')}"
         )
-    if told.unnamed.total:
-        ending = (
-            ".json, or .jsonl for objects on lines" if ENTRIES in told.unnamed.counts else ".jsonl"
-        )
+    if notices.unnamed.total:
+        ending = ".json, or .jsonl for objects on lines" if ENTRIES in notices.unnamed.counts else ".jsonl"
         notes.append(
-            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in {ending}"
+            f"{option_of(config)}: learned as they stand: {notices.unnamed}; to read their texts, end the names in "
+            f"{ending}"
         )
     return notes
 
 
-def _note_of_split(
-    training: Sequence[Document], validation: Sequence[Document], config: TextConfig
-) -> list[str]:
+def _note_of_split(training: Sequence[Document], validation: Sequence[Document], config: TextConfig) -> list[str]:
     """A note if the split is far from the requested one, because documents stay whole; else empty."""
     sizes = [sum(document.num_bytes for document in side) for side in (training, validation)]
     share, wanted = sizes[1] / sum(sizes), config.validation_fraction
@@ -237,24 +213,20 @@ def _note_of_split(
         return []
     note = (
         f"{option_of(config)}: {share:.1%} of the text is for validation, not the {wanted:.1%} of "
-        f"{named('data.validation_fraction')}: documents stay whole, and there are {len(training) + len(validation)}; give "
+        f"{named('data.validation_fraction')}: documents stay whole, and there are {len(training) + len(validation)}; "
+        "give "
         "more, or another fraction"
     )
     return [note]
 
 
-def split_documents(
-    documents: Sequence[Document], validation_fraction: float
-) -> tuple[list[Document], list[Document]]:
+def split_documents(documents: Sequence[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
     """Training and validation documents, in the given order; equal texts are on one side.
 
-    The side depends only on a document's name in its entry of `data.path`, so a document stays on its side when other files come
-    or go, and when entries are added behind its own. Of a text that occurs several times, the smallest name in the first entry
-    counts. If chance leaves a side empty, the text whose name is nearest to the border changes sides.
-
-    Args:
-        documents: documents with unique names.
-        validation_fraction: expected share of the texts for validation, in (0, 1).
+    The side depends only on a document's name in its entry of `data.path`, so a document stays on its side when other
+    files come or go, and when entries are added behind its own. Of a text that occurs several times, the smallest name
+    in the first entry counts. If chance leaves a side empty, the text whose name is nearest to the border changes
+    sides.
 
     Returns:
         Training and validation documents. A side is empty only if there are fewer than two different texts.
@@ -282,7 +254,8 @@ def texts(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document]:
-    """Training documents repeated by the weights of their entries of `data.path`; a fraction of a weight by a hash of the name."""
+    """Training documents repeated by the weights of their entries of `data.path`; a fraction of a weight by a hash of
+    the name."""
     if config.path is None or config.dataset is not None:
         return list(training)
     weights = [place.weight for place in find_paths(config.path)]
@@ -307,6 +280,4 @@ def _reader(read: Callable[[], str]) -> Callable[[], str]:
 
 def _hash(purpose: str, name: str) -> int:
     """64 bits that depend on the purpose and the name only."""
-    return int.from_bytes(
-        hashlib.sha256(f"{purpose}:".encode() + os.fsencode(name)).digest()[:8], "big"
-    )
+    return int.from_bytes(hashlib.sha256(f"{purpose}:".encode() + os.fsencode(name)).digest()[:8], "big")

@@ -45,13 +45,7 @@ def notes_known() -> Iterator[None]:
 
 
 class Progress:
-    """Logs every second how much is done.
-
-    Args:
-        verb: the work, as in "read" or "tokenised".
-        total: amount of work; None: unknown.
-        unit: unit of the amounts; with "MB ..." they are given in bytes.
-    """
+    """Logs every second how much is done. `unit`: unit of the amounts; with "MB ..." they are given in bytes."""
 
     def __init__(self, verb: str, *, total: int | None = None, unit: str = TEXT) -> None:
         self._verb, self._total, self._unit = verb, total, unit
@@ -67,12 +61,7 @@ class Progress:
         say(f"{self._verb} {self._number(done)}{of} {self._unit}")
 
     def over(self, items: Iterable[_T], size: Callable[[_T], int] | None = None) -> Iterator[_T]:
-        """The items, counted as they are consumed.
-
-        Args:
-            items: the items.
-            size: amount of an item; None: 1.
-        """
+        """The items, counted as they are consumed. `size`: amount of an item; None: 1."""
         done = 0
         try:
             for item in items:

@@ -1,7 +1,7 @@
 """Decoding of bytes to text: one rule, for training texts, parallel text, prompts, standard input and configurations.
 
-Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark overrides the
-name, since hardly any text begins with its characters, and is removed. Bytes with a NUL character are no text.
+Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark overrides
+the name, since hardly any text begins with its characters, and is removed. Bytes with a NUL character are no text.
 """
 
 import codecs
@@ -44,12 +44,7 @@ class NotTextError(ValueError):
 
 
 def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
-    """(encoding, length of its mark) of bytes.
-
-    Args:
-        start: the first bytes, `MOST_OF_A_MARK` or more, if there are so many.
-        encoding: encoding of bytes without a mark; None: UTF-8.
-    """
+    """(encoding, length of its mark) of bytes."""
     for mark, name in _MARKS:
         if start.startswith(mark):
             return name, len(mark)
@@ -58,15 +53,7 @@ def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
 
 
 def decoded(data: bytes, encoding: str | None = None) -> str:
-    """The text of bytes, without its mark.
-
-    Args:
-        data: all bytes of the text.
-        encoding: encoding of bytes without a mark; None: UTF-8.
-
-    Raises:
-        NotTextError: the bytes are no text.
-    """
+    """The text of bytes, without its mark."""
     name, skipped = encoding_of(data, encoding)
     try:
         text = data[skipped:].decode(name)
@@ -78,12 +65,7 @@ def decoded(data: bytes, encoding: str | None = None) -> str:
 
 
 def remedy(error: NotTextError, option: str = "data.encoding") -> str:
-    """The fix for a file that is no text, as the end of a message.
-
-    Args:
-        error: the error of reading it.
-        option: option that names an encoding; "": there is none.
-    """
+    """The fix for a file that is no text, as the end of a message."""
     if error.reason == BINARY:
         return "; give text"
     name = error.encoding or "NAME"
@@ -96,9 +78,7 @@ def _not_text(data: bytes, name: str) -> NotTextError:
     shown = name.upper() if name.startswith("utf-") else name
     looks = _looks_like(data[:_LOOKED_AT])
     if looks == _OTHER and name == "utf-8":
-        return NotTextError(
-            "is not UTF-8 text, but of another encoding", "files are not UTF-8 text"
-        )
+        return NotTextError("is not UTF-8 text, but of another encoding", "files are not UTF-8 text")
     if looks in (None, _OTHER, name):
         return NotTextError(f"is a binary file, and no {shown} text", BINARY)
     return NotTextError(

@@ -1,7 +1,7 @@
 """Text files: found below a folder, counted where they are left out, and read, also from packed files.
 
-A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names that are not UTF-8 have Python's escapes for
-their bytes.
+A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names that are not UTF-8 have Python's
+escapes for their bytes.
 """
 
 import gzip
@@ -43,19 +43,9 @@ class _ByteBlocks(io.RawIOBase):
 
 
 def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
-    """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own.
-
-    Args:
-        file: the packed file.
-        what: name of the file for messages.
-
-    Raises:
-        ConfigError: the package zstandard is missing. Reading raises EOFError where the file is damaged.
-    """
+    """A reader of a zstandard file that notices when the file is cut off, unlike zstandard's own."""
     if importlib.util.find_spec("zstandard") is None:
-        raise ConfigError(
-            f"{what}: needs the package 'zstandard'; install it with: pip install zstandard"
-        )
+        raise ConfigError(f"{what}: needs the package 'zstandard'; install it with: pip install zstandard")
     import zstandard
 
     def blocks() -> Iterator[bytes]:
@@ -89,17 +79,11 @@ _log = logging.getLogger("expertmesh.data")
 
 @dataclass
 class LeftOut:
-    """Counts of files, lines, ... that are not used, by reason. Each is logged at level DEBUG.
+    """Counts of files, lines, ... that are not used, by reason. Each is logged at level DEBUG."""
 
-    Attributes:
-        counts: number for each reason, which is worded in the plural.
-        examples: the first name for each reason.
-        what: their treatment, in words.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    what: str = "left out"
+    counts: Counter[str] = field(default_factory=Counter)  # number for each reason, which is worded in the plural
+    examples: dict[str, str] = field(default_factory=dict)  # the first name for each reason
+    what: str = "left out"  # their treatment, in words
 
     def add(self, reason: str, name: str) -> None:
         """Count and log a file."""
@@ -131,35 +115,19 @@ NOT_A_FILE = "names are no regular files"
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file, or a part of one; calling it returns the text.
-
-    Attributes:
-        path: path of the file.
-        start: first byte of the part, after unpacking.
-        stop: end of the part; None: end of the file.
-        encoding: encoding of a text without a mark; None: UTF-8.
-    """
+    """A text file, or a part of one; calling it returns the text."""
 
     path: Path
-    start: int = 0
-    stop: int | None = None
-    encoding: str | None = None
+    start: int = 0  # first byte of the part, after unpacking
+    stop: int | None = None  # end of the part; None: end of the file
+    encoding: str | None = None  # encoding of a text without a mark; None: UTF-8
 
     def __call__(self) -> str:
-        """The text.
-
-        Raises:
-            NotTextError: the file is no text.
-            OSError: the file cannot be read, or is packed and damaged.
-        """
+        """The text."""
         return decoded(self.data(), self.encoding)
 
     def data(self) -> bytes:
-        """The bytes, unpacked.
-
-        Raises:
-            OSError: the file cannot be read, or is packed and damaged.
-        """
+        """The bytes, unpacked."""
         with opened(self.path) as file:
             if self.start:
                 file.seek(self.start)
@@ -176,11 +144,7 @@ class TextFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Context with a file of unpacked bytes.
-
-    Raises:
-        OSError: the file cannot be read, or is packed and damaged.
-    """
+    """Context with a file of unpacked bytes."""
     try:
         with UNPACKERS.get(path.suffix.lower(), lambda p: p.open("rb"))(path) as file:
             yield file
@@ -197,7 +161,6 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
     """Regular files below a folder, relative to it; no installed packages, no caches.
 
     Args:
-        root: the folder.
         follow_links: whether symbolic links are followed; a link to a folder above it never is.
 
     Returns:
@@ -221,9 +184,7 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
     return found, left_out
 
 
-def _folders(
-    root: Path, left_out: LeftOut, *, follow_links: bool
-) -> Iterator[tuple[Path, list[str]]]:
+def _folders(root: Path, left_out: LeftOut, *, follow_links: bool) -> Iterator[tuple[Path, list[str]]]:
     def complain(error: OSError) -> None:
         left_out.add(NOT_READABLE, str(error.filename))
 

@@ -27,17 +27,11 @@ from expertmesh.text.tokenizer import load_tokenizer
 
 
 class Reading(NamedTuple):
-    """Options for reading files; see `expertmesh.config.text.TextConfig`.
+    """Options for reading files; see `expertmesh.config.text.TextConfig`."""
 
-    Attributes:
-        tokenizer: tokenizer.json of token files.
-        encoding: encoding of texts without a mark; None: UTF-8.
-        column: field or column with the text, or the messages.
-    """
-
-    tokenizer: str | None = None
-    encoding: str | None = None
-    column: str | None = None
+    tokenizer: str | None = None  # tokenizer.json of token files
+    encoding: str | None = None  # encoding of texts without a mark; None: UTF-8
+    column: str | None = None  # field or column with the text, or the messages
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -45,18 +39,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def rows_of(path: Path, reading: Reading) -> list[Row] | None:
-    """The documents in a file, each read when it is called; None: the file is one text.
-
-    Args:
-        path: path of the file.
-        reading: options for reading it.
-
-    Raises:
-        ConfigError: a package or a file that the format needs is missing, or the file does not have the format of its ending.
-        NoRecordsError: the file has no known records, though its ending stands for some.
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
-    """
+    """The documents in a file, each read when it is called; None: the file is one text."""
     ending = ending_of(path.name)
     if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):
         return None  # one text, or any other file of bytes
@@ -94,9 +77,7 @@ def _table(path: Path, reading: Reading) -> list[Row]:
                 found.append((line, cells))
             line = lines.line_num + 1
     except csv.Error as error:
-        raise NoRecordsError(
-            f"is no table (line {line}: {error})", "; quote what has quotes in it"
-        ) from None
+        raise NoRecordsError(f"is no table (line {line}: {error})", "; quote what has quotes in it") from None
     finally:
         csv.field_size_limit(before)
     if not found:
@@ -110,7 +91,8 @@ def _table(path: Path, reading: Reading) -> list[Row]:
     for line, cells in rows:
         if len(cells) != len(names):
             raise ConfigError(
-                f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has {separator!r} in it"
+                f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has "
+                f"{separator!r} in it"
             )
     return [Row(partial(named_cells, cells), shape, "line", line, where) for line, cells in rows]
 
@@ -131,9 +113,7 @@ def _named(names: list[str], cells: list[str], *, column: str | None) -> dict[st
 def _parquet(path: Path, reading: Reading) -> list[Row]:
     """The rows of a Parquet file, in memory."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            "data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow"
-        )
+        raise ConfigError("data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow")
     from pyarrow import ArrowException, parquet
 
     try:
@@ -155,10 +135,7 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
     records = (read() for read in readers)
     shape = found_shape(records, names, reading.column, what="its table")
     where = named("data.path", printable(str(path)))
-    return [
-        Row(read, shape, "row", number, where, reading.encoding)
-        for number, read in enumerate(readers, 1)
-    ]
+    return [Row(read, shape, "row", number, where, reading.encoding) for number, read in enumerate(readers, 1)]
 
 
 def _cells(batch: Any, index: int) -> dict[str, Any]:
@@ -189,8 +166,8 @@ def _tokenizer(path: str) -> Any:
 def _megatron(path: Path, reading: Reading) -> list[Row]:
     """The documents of Megatron's NAME.bin with its NAME.idx, decoded to text.
 
-    The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence (int32),
-    its first byte (int64), and the number of the first sequence of each document (int64).
+    The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence
+    (int32), its first byte (int64), and the number of the first sequence of each document (int64).
     """
     tokenizer = reading.tokenizer
     if tokenizer is None:
@@ -204,9 +181,7 @@ def _megatron(path: Path, reading: Reading) -> list[Row]:
     data = index.read_bytes()
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     if not data.startswith(_MAGIC) or len(data) < head:
-        raise ConfigError(
-            "data.path", path, f"{index.name} beside it is no Megatron index", "write it again"
-        )
+        raise ConfigError("data.path", path, f"{index.name} beside it is no Megatron index", "write it again")
     _, code, count, borders = struct.unpack_from("<QBQQ", data, len(_MAGIC))
     if code not in _TYPES or len(data) < head + 12 * count + 8 * borders:
         raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
@@ -218,9 +193,7 @@ def _megatron(path: Path, reading: Reading) -> list[Row]:
         raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
     last_start = path.stat().st_size - item * sizes.astype(np.int64)
     if ((sizes < 0) | (starts < 0) | (starts > last_start)).any():
-        raise ConfigError(
-            "data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again"
-        )
+        raise ConfigError("data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again")
     rows: list[Row] = []
     where = named("data.path", printable(str(path)))
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
@@ -241,4 +214,5 @@ FORMATS: dict[str, Callable[[Path, Reading], list[Row]]] = {
 }
 """Functions that read the documents of files, by ending."""
 MAY_BE_TEXT = frozenset({".json", ".csv", ".tsv"})
-"""Endings of files that are learned as text if they hold no known records, since programs and texts come with such files."""
+"""Endings of files that are learned as text if they hold no known records, since programs and texts come with such
+files."""

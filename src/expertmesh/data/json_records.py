@@ -33,15 +33,7 @@ def json_rows(path: Path, *, encoding: str | None, column: str | None, is_lines:
     """The records of a JSON file, each read when it is called.
 
     Args:
-        path: path of the file.
-        encoding: encoding of a file without a mark; None: UTF-8.
-        column: see `expertmesh.data.records.shape_of`.
         is_lines: whether the name stands for an object on each line; else a single object may span lines.
-
-    Raises:
-        NoRecordsError: the file holds no known records.
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
     """
     parts, unit = _parts(path, encoding, is_lines=is_lines)
     strange: list[NotTextError] = []
@@ -95,15 +87,7 @@ def _parts(path: Path, encoding: str | None, *, is_lines: bool) -> tuple[list[_P
 
 
 def entries_of(text: str, *, is_lines: bool) -> tuple[list[tuple[int, str]], str]:
-    """(numbered JSON values, unit) of a text: objects on lines, the entries of an array, or a single object.
-
-    Args:
-        text: the text.
-        is_lines: see `json_rows`.
-
-    Raises:
-        NoRecordsError: the text is no JSON, and no object on each line.
-    """
+    """(numbered JSON values, unit) of a text: objects on lines, the entries of an array, or a single object."""
     lines = [(number, line) for number, line in enumerate(lines_of(text), 1) if line.strip()]
     if text.lstrip().startswith("["):
         try:
@@ -133,12 +117,7 @@ def json_in(path: Path, encoding: str | None) -> Literal["lines", "entries"] | N
     programs keep such files under many others.
 
     Args:
-        path: path of the file.
         encoding: encoding of a file without a mark; None: UTF-8.
-
-    Raises:
-        NotTextError: the file is no text.
-        OSError: the file cannot be read.
     """
     with opened(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -244,6 +223,4 @@ def _check_json(text: str) -> None:
 
 def _no_json(text: str, at: int) -> NoRecordsError:
     line = text.count("\n", 0, at) + 1
-    return NoRecordsError(
-        f"is no JSON (line {line})", "; correct it, or write one object on each line"
-    )
+    return NoRecordsError(f"is no JSON (line {line})", "; correct it, or write one object on each line")

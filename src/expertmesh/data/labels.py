@@ -9,12 +9,7 @@ _log = logging.getLogger("expertmesh.data")
 
 
 def labels_to_record(names: Sequence[str], what: str) -> tuple[str, ...]:
-    """The labels, if there are 2 to `MOST_LABELS`; else none.
-
-    Args:
-        names: the labels.
-        what: word for the labels, in the plural, for the warning when there are too many.
-    """
+    """The labels, if there are 2 to `MOST_LABELS`; else none."""
     if len(names) > MOST_LABELS:
         _log.warning(
             "data: has %d %s, and use of the experts is recorded by them for at most %d",

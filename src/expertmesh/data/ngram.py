@@ -19,12 +19,9 @@ class ByteTrigram:
         p(b | h) = (c(h b) + t(h) p(b | h')) / (c(h) + t(h)),    p(b | h) = p(b | h') for a history never seen,
 
     from trigrams down to the uniform distribution over the 256 bytes. Each document begins after two newlines.
-
-    Attributes:
-        counts3: (256, 256, 256) int64, how often byte k followed bytes i, j.
     """
 
-    counts3: np.ndarray
+    counts3: np.ndarray  # (256, 256, 256) int64, how often byte k followed bytes i, j
 
     @classmethod
     def fit(cls, texts: Iterable[str]) -> "ByteTrigram":

@@ -9,12 +9,7 @@ ENDS_OF_SENTENCES = (".", "!", "?", "。", "！", "？")
 
 
 class Draws:
-    """Uniform random numbers that depend on seed and place only, in every version of NumPy.
-
-    Args:
-        seed: seed of the run.
-        place: key of the stream: a task, a number, ...
-    """
+    """Uniform random numbers that depend on seed and place only, in every version of NumPy."""
 
     def __init__(self, seed: int, *place: object) -> None:
         digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=16).digest()
@@ -41,26 +36,21 @@ def poisson(uniform: float, mean: float) -> int:
 
 
 def add_noise(
-    tokens_N: np.ndarray,
-    draws: Draws,
+    tokens_N: np.ndarray,  # (N,) the text, not empty
+    draws: Draws,  # random numbers
     *,
-    fraction: float,
-    mean_span: float,
-    mask_id: int,
+    fraction: float,  # share of the tokens to mask, in (0, 1); one token stays in any case
+    mean_span: float,  # mean length of a span
+    mask_id: int,  # id of the mask token
     sentence_ends: np.ndarray | None = None,
 ) -> np.ndarray:
     """A noised copy of a text.
 
     First the sentences are permuted, then spans are masked until `fraction` of the tokens is gone. A span starts at a
-    token drawn uniformly, and its length is drawn from a Poisson distribution (at least 1; it ends before the text's end
-    and before an earlier span). One mask replaces the whole span.
+    token drawn uniformly, and its length is drawn from a Poisson distribution (at least 1; it ends before the text's
+    end and before an earlier span). One mask replaces the whole span.
 
     Args:
-        tokens_N: (N,) the text, not empty.
-        draws: random numbers.
-        fraction: share of the tokens to mask, in (0, 1); one token stays in any case.
-        mean_span: mean length of a span.
-        mask_id: id of the mask token.
         sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences are not permuted.
     """
     if sentence_ends is not None:

@@ -9,8 +9,8 @@ import numpy as np
 def shuffled(first_sample: int, num_samples: int, *, total: int, seed: int) -> list[int]:
     """Indices, below `total`, of a run's samples first_sample ... first_sample + num_samples - 1.
 
-    Sample i of a run is `permutation(epoch)[i % total]` with epoch = i // total. It depends on the seed and i only, so the
-    position in the data is one number.
+    Sample i of a run is `permutation(epoch)[i % total]` with epoch = i // total. It depends on the seed and i only, so
+    the position in the data is one number.
     """
     found = []
     for sample in range(first_sample, first_sample + num_samples):

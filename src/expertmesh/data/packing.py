@@ -11,7 +11,6 @@ def packed(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[
 
     Args:
         lengths: tokens of each sequence, at most `capacity`.
-        capacity: tokens of a row.
         order: indices of all sequences; among equally long ones the earlier here comes first.
 
     Returns:

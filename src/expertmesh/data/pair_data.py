@@ -18,33 +18,22 @@ _SEVERAL = "have answers that the chat format writes as several sequences"
 
 
 class PairData(ConversationData):
-    """Pairs of answers of a corpus; fills the cache unless it has them.
-
-    Args:
-        corpus: a corpus whose documents are pairs.
-        config: options of the data.
-        vocab_size: V of the model.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: see `ConversationData`.
-
-    Attributes:
-        reference: log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any.
-    """
+    """Pairs of answers of a corpus; fills the cache unless it has them. `seed`: seed of the order."""
 
     version = (3, "pairs 1")
     per_sample = 2
 
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+        # log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any
         self.reference: Mapping[str, Tensor] = {}
         super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
 
     def samples(self, side: str, which: Sequence[int]) -> Rows:
-        """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones in the second.
+        """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones
+        in the second.
 
-        Further entries are "place" (B, K), the indices of the pairs in each sample (K is 1, or larger where rows are packed; -1: there is
-        none), and "reference" (B, K, 2), if there is one.
+        Further entries are "place" (B, K), the indices of the pairs in each sample (K is 1, or larger where rows are
+        packed; -1: there is none), and "reference" (B, K, 2), if there is one.
         """
         ids, targets, more = super().samples(side, which)
         pairs = {name: x.unflatten(0, (-1, 2)) for name, x in more.items()}
@@ -64,7 +53,7 @@ class PairData(ConversationData):
 
     @staticmethod
     def rows_of(
-        talk: Conversation, name: str, form: ChatFormat | PlainForm, seq_len: int, told: LeftOut
+        talk: Conversation, name: str, form: ChatFormat | PlainForm, seq_len: int, left_out: LeftOut
     ) -> Iterator[LearnedRow]:
         """Two sequences, of the chosen and the rejected answer, or none."""
         prompt = [_unlearned(message) for message in talk[MESSAGES]]
@@ -75,14 +64,14 @@ class PairData(ConversationData):
             whole = {**rest, MESSAGES: [*prompt, *talk[side]]}
             found = list(rows_of_talk(whole, name, form, seq_len, said))
             if len(found) != 1:
-                told.add(_SEVERAL if found else next(iter(said.counts)), name)
+                left_out.add(_SEVERAL if found else next(iter(said.counts)), name)
                 return
             rows += found
         if rows[0] == rows[1]:
-            told.add(_EQUAL, name)
+            left_out.add(_EQUAL, name)
             return
         for reason in said.counts:
-            told.add(reason, name)
+            left_out.add(reason, name)
         yield from rows
 
 

@@ -1,4 +1,5 @@
-"""Forms in which files hold pairs of answers, a chosen and a rejected one, to a prompt: TRL's, LLaMA-Factory's, ms-swift's."""
+"""Forms in which files hold pairs of answers, a chosen and a rejected one, to a prompt: TRL's, LLaMA-Factory's,
+ms-swift's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ Pair = dict[str, list[Any]]
 """`messages` of the prompt, and messages of the answers, `chosen` and `rejected`."""
 
 
-def _told(values: Mapping[str, Any]) -> Pair:
+def _with_prompt(values: Mapping[str, Any]) -> Pair:
     """TRL's form with a prompt; an answer that begins with the prompt's turns has the prompt in itself."""
     prompt = said_or_listed("user", values["prompt"])
     sides = [said_or_listed("assistant", values[side]) for side in SIDES]
@@ -23,7 +24,7 @@ def _told(values: Mapping[str, Any]) -> Pair:
     return _pair(prompt, *sides)
 
 
-def _untold(values: Mapping[str, Any]) -> Pair:
+def _without_prompt(values: Mapping[str, Any]) -> Pair:
     """TRL's form without a prompt, which is what both answers begin with."""
     chosen, rejected = (values[side] for side in SIDES)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
@@ -66,15 +67,13 @@ def _rejected_messages(values: Mapping[str, Any]) -> Pair:
     return _with_common_prompt(*([turn(one) for one in messages] for messages in whole))
 
 
-PAIR_FORMS: Mapping[
-    tuple[str, ...], tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Pair]]
-] = {
-    ("prompt", *SIDES): ((), _told),
+PAIR_FORMS: Mapping[tuple[str, ...], tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Pair]]] = {
+    ("prompt", *SIDES): ((), _with_prompt),
     ("conversations", *SIDES): ((), _ranked),
     ("instruction", *SIDES): (("input", "history"), _of_instruction),
     (MESSAGES, "rejected_response"): ((), _rejected_response),
     (MESSAGES, "rejected_messages"): ((), _rejected_messages),
-    SIDES: ((), _untold),
+    SIDES: ((), _without_prompt),
 }
 """Needed fields of each form, with further fields that are read, and the function from a record to its pair."""
 
@@ -89,14 +88,13 @@ def _pair(prompt: list[Any], chosen: list[Any], rejected: list[Any]) -> Pair:
 def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> Pair:
     """A pair of conversations, whose prompt is all that comes before the first turn that differs."""
     count = _common(chosen, rejected)
-    if count == min(
-        len(chosen), len(rejected)
-    ):  # one is the beginning of the other, or both are equal
+    if count == min(len(chosen), len(rejected)):  # one is the beginning of the other, or both are equal
         count = max((i for i in range(count) if _role(chosen[i:]) == "assistant"), default=count)
     rest = chosen[count:], rejected[count:]
     if not all(_role(side) == "assistant" for side in rest):
         raise ValueError(
-            f"has different prompts in {SIDES[0]!r} and {SIDES[1]!r}: they differ in message {count + 1}, which is no answer"
+            f"has different prompts in {SIDES[0]!r} and {SIDES[1]!r}: they differ in message {count + 1}, which is no "
+            "answer"
         )
     return _pair(chosen[:count], *rest)
 

@@ -16,19 +16,12 @@ _MOST = 1000
 
 
 class WeightedPath(NamedTuple):
-    """An entry of `data.path`.
+    """An entry of `data.path`."""
 
-    Attributes:
-        paths: files and folders that exist, none below another; several where a pattern matches them.
-        root: a folder that all of them lie in, which does not depend on what a pattern matches.
-        weight: number of times that each of its documents is trained on per epoch.
-        name: its entry of `data.path` without the weight.
-    """
-
-    paths: list[Path]
-    root: Path
-    weight: float
-    name: str
+    paths: list[Path]  # files and folders that exist, none below another; several where a pattern matches them
+    root: Path  # a folder that all of them lie in, which does not depend on what a pattern matches
+    weight: float  # number of times that each of its documents is trained on per epoch
+    name: str  # its entry of `data.path` without the weight
 
 
 def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
@@ -38,9 +31,6 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
 
     Args:
         given: the entries; a pattern with *, ? or [ ] stands for all matches, ** for folders of any depth.
-
-    Raises:
-        ConfigError: nothing has that path, or a weight is invalid.
     """
     found: list[WeightedPath] = []
     for text in (given,) if isinstance(given, str) else given:
@@ -51,9 +41,7 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
             paths, weight = _matching(name), _weight(named[2], text)
         if not paths:
             what = "matches nothing" if glob.has_magic(text) else "does not exist"
-            raise ConfigError(
-                "data.path", printable(text), f"{what}", "give a text file or a folder"
-            )
+            raise ConfigError("data.path", printable(text), f"{what}", "give a text file or a folder")
         pattern = expanded(name)
         root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
         found.append(WeightedPath(paths, root, weight, str(pattern)))
@@ -99,6 +87,4 @@ def _matching(text: str) -> list[Path]:
         return []
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
     folders = {path for path in found if path.is_dir()}
-    return [
-        path for path in found if folders.isdisjoint(path.parents)
-    ]  # files below a matched folder come with it
+    return [path for path in found if folders.isdisjoint(path.parents)]  # files below a matched folder come with it

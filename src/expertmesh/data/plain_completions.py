@@ -8,7 +8,7 @@ from expertmesh.data.pairs import SIDES
 from expertmesh.data.records import Row
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import Conversation, TokenSpan
-from expertmesh.text.format import hub_files, told_by_files
+from expertmesh.text.format import hub_files, options_of_files
 from expertmesh.text.tokenizer import end_of_text_id, own_start
 
 _NEEDED = (("prompt", "completion"), ("prompt", *SIDES), SIDES)
@@ -16,12 +16,7 @@ _NEEDED = (("prompt", "completion"), ("prompt", *SIDES), SIDES)
 
 
 class PlainForm:
-    """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference.
-
-    Args:
-        tokenizer: the tokenizer.
-        path: its file, beside which a hub model has its start tokens; None: it was learned from the corpus.
-    """
+    """Form of rows: start tokens, prompt, completion, end of text; both texts are tokenised apart, as in inference."""
 
     identity = "plain completions, version 1"
 
@@ -29,7 +24,7 @@ class PlainForm:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
         own = own_start(tokenizer)
         is_of_hub = path is not None and (
-            bool(hub_files(path.parent)) or "start_ids" in told_by_files(path, tokenizer)
+            bool(hub_files(path.parent)) or "start_ids" in options_of_files(path, tokenizer)
         )
         self._start = list(own if is_of_hub else own or (self._end,))
 
@@ -62,15 +57,7 @@ class PlainForm:
 
 
 def check_plain(read: object, where: str) -> None:
-    """Check that a document is a record of texts: `prompt` and `completion`, or a pair of answers.
-
-    Args:
-        read: reader of the document.
-        where: its name, for messages.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that a document is a record of texts: `prompt` and `completion`, or a pair of answers."""
     why = "has no 'prompt' and 'completion'"
     needed = read.shape.needed if isinstance(read, Row) and read.shape is not None else ()
     if isinstance(read, Row) and needed in _NEEDED:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
-from expertmesh.data.candidates import Told, find_documents, option_of
+from expertmesh.data.candidates import Notices, find_documents, option_of
 from expertmesh.data.conversation_lines import checked
 from expertmesh.data.corpus import Document, split_documents
 from expertmesh.data.data_progress import note
@@ -31,19 +31,12 @@ _BESIDE = ("system", "tools")
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A prompt.
+    """A prompt."""
 
-    Attributes:
-        given: text or messages, as the record has it.
-        ids: its token ids, with the beginning of an answer.
-        columns: other fields of the record.
-        where: its place in the data.
-    """
-
-    given: Any
-    ids: tuple[int, ...]
-    columns: Mapping[str, Any] = field(compare=False)
-    where: str = field(compare=False)
+    given: Any  # text or messages, as the record has it
+    ids: tuple[int, ...]  # its token ids, with the beginning of an answer
+    columns: Mapping[str, Any] = field(compare=False)  # other fields of the record
+    where: str = field(compare=False)  # its place in the data
 
     @property
     def is_talk(self) -> bool:
@@ -58,45 +51,32 @@ class PromptData:
 
     Args:
         config: options of the data; `encode_with` names the tokenizer, `column` the field of the prompt.
-        vocab_size: V of the model.
-        seed: seed of the order.
-        room: maximum tokens of a prompt.
-
-    Raises:
-        ConfigError: a record has no prompt, or one that is an answer already or too long; no tokenizer is given; or
-            there are too few prompts for two sides.
-
-    Attributes:
-        prompts: all prompts, training ones first.
-        num_training: number of training prompts.
-        num_validation: number of validation prompts.
-        tokenizer: the tokenizer.
-        ends: tokens that end an answer.
     """
 
     def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, room: int) -> None:
         path = None if config.encode_with is None else expanded(config.encode_with)
         if path is None:
             raise ConfigError(
-                f"{named('objective.name')}: prompts need the tokenizer of a trained model; name its folder in the place of the"
+                f"{named('objective.name')}: prompts need the tokenizer of a trained model; name its folder in the "
+                "place of the"
                 f" recipe, or {named('data.encode_with')}"
             )
         self.tokenizer = given_tokenizer(path, vocab_size=vocab_size)
         is_plain = config.completions == "text"
         form = PlainForm(self.tokenizer, path) if is_plain else find_format(self.tokenizer, path)
-        self.ends = tuple(form.ends)
+        self.ends = tuple(form.ends)  # tokens that end an answer
         self._seed = seed
         render = _Rendered(form, room)
         source, *sides = _records(config)
         found = [[render.prompt(*one) for one in side] for side in sides]
-        self.prompts = [prompt for side in found for prompt in side]
+        self.prompts = [prompt for side in found for prompt in side]  # all prompts, training ones first
         self.num_training, self.num_validation = map(len, found)
         digest = hashlib.sha256(json.dumps([FORMAT_VERSION, self.tokenizer.to_str()]).encode())
         for side in found:
             digest.update(f"{len(side)}\n".encode())
             for one in side:
-                told = json.dumps([one.ids, dict(one.columns)], sort_keys=True, default=str)
-                digest.update(told.encode() + b"\n")
+                record = json.dumps([one.ids, dict(one.columns)], sort_keys=True, default=str)
+                digest.update(record.encode() + b"\n")
         self.key = digest.hexdigest()[:24]
         self.files: dict[str, Path] = {"tokenizer.json": path, **files_of_format(form, path)}
         self.description = (
@@ -132,7 +112,8 @@ class _Rendered:
             raise ConfigError(f"{named('data.path')}: {where}: {error}") from None
         if len(ids) > self.room:
             raise ConfigError(
-                f"{named('data.path')}: {where}: the prompt has {len(ids)} tokens, and {named('rl.max_tokens')} leaves room for"
+                f"{named('data.path')}: {where}: the prompt has {len(ids)} tokens, and {named('rl.max_tokens')} "
+                "leaves room for"
                 f" {self.room}; shorten it, lower that, or raise {named('data.seq_len')}"
             )
         return PromptRecord(given, tuple(ids), columns, where)
@@ -153,7 +134,8 @@ class _Rendered:
         talk = checked({MESSAGES: messages, **beside})
         if talk[MESSAGES][-1]["role"] == "assistant":
             raise ValueError(
-                "its last turn is an answer, which the model is to write; take it out, or move it to a column of its own"
+                "its last turn is an answer, which the model is to write; take it out, or move it to a column of its "
+                "own"
             )
         if (problem := self.form.problem(talk)) is not None:
             raise ValueError(f"has messages that {problem}")
@@ -168,30 +150,28 @@ _Record = tuple[Mapping[str, Any], str, str]
 def _records(config: TextConfig) -> tuple[str, list[_Record], list[_Record]]:
     """Description of the data, training and validation records."""
     column = config.column or DEFAULT_COLUMN
-    told = Told()
-    source, candidates = find_documents(config.model_copy(update={"column": column}), told)
+    notices = Notices()
+    source, candidates = find_documents(config.model_copy(update={"column": column}), notices)
     documents, found = [], {}
     for name, read, place, own_name, shown in candidates:
         if not isinstance(read, Row) or read.shape is None:
             raise ConfigError(
-                f"{option_of(config)}: {shown or name} is no record of a prompt; give .jsonl, .json, .csv or .parquet with a field"
+                f"{option_of(config)}: {shown or name} is no record of a prompt; give .jsonl, .json, .csv or .parquet "
+                "with a field"
                 f" {column!r}, or name another: {named('data.column', 'NAME')}"
             )
         values = _values(read, column, shown or name)
         key = json.dumps(values[column], sort_keys=True)
         found[name] = values, column, shown or name
-        documents.append(
-            Document(
-                name, len(key), hashlib.sha256(key.encode()).digest(), _reader(key), place, own_name
-            )
-        )
-    for kind in (told.left_out, told.as_text):
+        documents.append(Document(name, len(key), hashlib.sha256(key.encode()).digest(), _reader(key), place, own_name))
+    for kind in (notices.left_out, notices.as_text):
         if kind.total:
             note(Line(f"{option_of(config)}: left out: {kind}"))
     sides = split_documents(documents, config.validation_fraction) if documents else ([], [])
     if not all(sides):
         raise ConfigError(
-            f"{option_of(config)}: {len(documents)} prompts cannot be split into training and validation, which equal ones do"
+            f"{option_of(config)}: {len(documents)} prompts cannot be split into training and validation, which equal "
+            "ones do"
             " not cross; give more"
         )
     training, validation = ([found[one.name] for one in side] for side in sides)
@@ -210,7 +190,8 @@ def _values(row: Row, column: str, where: str) -> Mapping[str, Any]:
     given = values.get(column) if isinstance(values, Mapping) else None
     if not (isinstance(given, str | list) and given):
         raise ConfigError(
-            f"{named('data.path')}: {where}: has no text or list of messages in {column!r}; correct it, or name another:"
+            f"{named('data.path')}: {where}: has no text or list of messages in {column!r}; correct it, or name "
+            "another:"
             f" {named('data.column', 'NAME')}"
         )
     return dict(values)

@@ -29,12 +29,7 @@ _MOST_FIELDS = 12
 
 
 class NoRecordsError(ValueError):
-    """A file has no known records; the message says what it has, and what is read.
-
-    Args:
-        seen: description of its content.
-        rule: the rest of the message.
-    """
+    """A file has no known records; the message says what it has, and what is read."""
 
     def __init__(self, seen: str, rule: str) -> None:
         super().__init__(seen + rule)
@@ -43,20 +38,14 @@ class NoRecordsError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields by which records hold a text or a conversation.
+    """Fields by which records hold a text or a conversation."""
 
-    Attributes:
-        needed: fields that each record has.
-        more: further fields that are read if present.
-        conversation: function from a record to an object with `messages`; None: the one needed field holds a text.
-        beside: fields of a conversation that stand beside the text and are not read.
-        is_pair: whether `conversation` returns an object with the prompt's `messages`, and the messages `chosen` and `rejected`.
-    """
-
-    needed: tuple[str, ...]
-    more: tuple[str, ...] = ()
+    needed: tuple[str, ...]  # fields that each record has
+    more: tuple[str, ...] = ()  # further fields that are read if present
+    # function from a record to an object with `messages`; None: the one needed field holds a text
     conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # fields of a conversation that stand beside the text and are not read
+    # whether `conversation` returns an object with the prompt's `messages`, and the messages `chosen` and `rejected`
     is_pair: bool = False
 
     @property
@@ -71,18 +60,13 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
     """The shape of a record; None: it has no known shape.
 
     Args:
-        values: the record, or any other value of JSON.
         column: the field with the text, or the messages; None: any shape is allowed, first one with a `text`.
     """
     if not isinstance(values, Mapping):
         return None
     name = column or TEXT
     value = values.get(name)
-    talk = (
-        None
-        if column is not None
-        else next((s for s in (*PAIRS, *SHAPES) if _fits(values, s)), None)
-    )
+    talk = None if column is not None else next((s for s in (*PAIRS, *SHAPES) if _fits(values, s)), None)
     if isinstance(value, str | bytes):
         return Shape((name,), beside=() if talk is None else talk.needed)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -90,19 +74,11 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
     return talk
 
 
-def found_shape(
-    records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str
-) -> Shape:
+def found_shape(records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str) -> Shape:
     """The shape of a file's records, taken from the first record with a shape.
 
     Args:
-        records: the records in their order; unreadable ones are None.
         names: columns of a table, for the message; empty: the fields of the first object.
-        column: see `shape_of`.
-        what: subject of the message: "its first object".
-
-    Raises:
-        NoRecordsError: no record has a shape.
     """
     names = list(names)
     for values in records:
@@ -127,7 +103,8 @@ def found_shape(
     known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES, *PAIRS))
     raise NoRecordsError(
         f"{what} has {shown}",
-        f", and none of what is read ({known}); rename fields, or name the one with the text: {named('data.column', 'NAME')}",
+        f", and none of what is read ({known}); rename fields, or name the one with the text: "
+        f"{named('data.column', 'NAME')}",
     )
 
 
@@ -155,23 +132,15 @@ def ascii_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document of a file that holds many; calling it returns the text.
+    """A document of a file that holds many; calling it returns the text."""
 
-    Attributes:
-        values: function that returns the record, or the text if there is no shape; raises a ValueError if it is unreadable.
-        shape: shape of the record; None: a plain text.
-        unit: word for a document in its file: line, entry, row, document.
-        number: number in the file, from 1.
-        where: the file, for messages.
-        encoding: encoding of texts that a table holds as bytes.
-    """
-
+    # function that returns the record, or the text if there is no shape; raises a ValueError if it is unreadable
     values: Callable[[], Any] = field(compare=False)
-    shape: Shape | None
-    unit: str
-    number: int
-    where: str
-    encoding: str | None = None
+    shape: Shape | None  # shape of the record; None: a plain text
+    unit: str  # word for a document in its file: line, entry, row, document
+    number: int  # number in the file, from 1
+    where: str  # the file, for messages
+    encoding: str | None = None  # encoding of texts that a table holds as bytes
 
     @property
     def kind(self) -> str:
@@ -185,14 +154,7 @@ class Row:
         return f"{name}, {self.unit} {self.number}"
 
     def __call__(self) -> str:
-        """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts.
-
-        Raises:
-            ConfigError: the record is no conversation, in a file of conversations, or its flag excludes it from learning; names
-                file and number.
-            NotTextError: the record has no text.
-            OSError: the file cannot be read.
-        """
+        """The text, or the conversation as JSON with sorted keys, so that equal conversations are equal texts."""
         if self.shape is None:
             return str(self.values())
         if self.shape.conversation is None:
@@ -237,7 +199,8 @@ class Row:
 
 
 def _conversation(values: Any, shape: Shape) -> Conversation:
-    """The conversation of a record, or its pair of answers with their prompt; raises a ValueError if the record is none."""
+    """The conversation of a record, or its pair of answers with their prompt; raises a ValueError if the record is
+    none."""
     if not isinstance(values, Mapping):
         raise ValueError("is no object")
     if missing := [name for name in shape.needed if values.get(name) is None]:
@@ -316,14 +279,11 @@ SHAPES = (
         ("input", "history", "system"),
         partial(_instruction, beside="input", answer="output"),
     ),
-    Shape(
-        _DOLLY, ("context", "system"), partial(_instruction, beside="context", answer="response")
-    ),
+    Shape(_DOLLY, ("context", "system"), partial(_instruction, beside="context", answer="response")),
     Shape(("prompt", "completion"), ("system", "tools"), _completion),
 )
 """Shapes of conversations; the first that fits is used."""
 PAIRS = tuple(
-    Shape(needed, ("system", "tools", *more), function, is_pair=True)
-    for needed, (more, function) in PAIR_FORMS.items()
+    Shape(needed, ("system", "tools", *more), function, is_pair=True) for needed, (more, function) in PAIR_FORMS.items()
 )
 """Shapes of pairs of answers, looked for first."""

@@ -30,14 +30,6 @@ class SampleData(IndexedData):
     """Map-style datasets as the data of a run, collated by torch's `default_collate`.
 
     The key is a digest of the sizes and of some samples of each side, so random augmentation counts as other data.
-
-    Args:
-        training: training samples.
-        validation: validation samples.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: a side has no sample.
     """
 
     def __init__(self, training: Indexed, validation: Indexed, *, seed: int) -> None:
@@ -60,14 +52,16 @@ class SampleData(IndexedData):
 
 
 def check_split(lengths: Sequence[int]) -> None:
-    """Raise ConfigError unless samples can be split into training and validation; `lengths` are the different lengths of their tensors."""
+    """Raise ConfigError unless samples can be split into training and validation; `lengths` are the different lengths
+    of their tensors."""
     if len(lengths) != 1:
         raise ConfigError(
             f"data: tensors of {', '.join(map(str, lengths))} samples: must be equally many; check their first axes"
         )
     if lengths[0] < _ONE_IN:
         raise ConfigError(
-            f"data: {lengths[0]} samples, of which every {_ONE_IN}th is for validation: must be at least {_ONE_IN}; give more, or"
+            f"data: {lengths[0]} samples, of which every {_ONE_IN}th is for validation: must be at least {_ONE_IN}; "
+            "give more, or"
             " validation=..."
         )
 
@@ -77,20 +71,16 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
 
     Args:
         samples: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or `Data` already.
-        validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained on.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: the samples have none of these forms, or a side is empty.
+        validation: validation samples in the same form; None: every twentieth of `samples`, which is then not trained
+            on.
     """
     if all(hasattr(samples, name) for name in ("batch", "validation", "key")):
         return samples
-    samples, validation = (
-        (given,) if isinstance(given, Tensor) else given for given in (samples, validation)
-    )
+    samples, validation = ((given,) if isinstance(given, Tensor) else given for given in (samples, validation))
     if validation is not None and _are_tensors(samples) != _are_tensors(validation):
         raise ConfigError(
-            f"data={type(samples).__name__}, validation={type(validation).__name__}: must be tensors on both sides, or datasets; "
+            f"data={type(samples).__name__}, validation={type(validation).__name__}: must be tensors on both sides, "
+            "or datasets; "
             "give the same of both"
         )
     if _are_tensors(samples):
@@ -104,7 +94,8 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
         # a tuple means several tensors; NumPy arrays in it would count as samples
         if given is not None and (not is_indexed or isinstance(given, tuple | Mapping)):
             raise ConfigError(
-                f"data={type(given).__name__}: must be tensors, alone or in a tuple, or a dataset with a length and samples by number, without"
+                f"data={type(given).__name__}: must be tensors, alone or in a tuple, or a dataset with a length and "
+                "samples by number, without"
                 " which a run cannot go on where it stopped; convert it, arrays with torch.from_numpy"
             )
     if validation is None:

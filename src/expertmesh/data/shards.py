@@ -35,55 +35,30 @@ class Shard:
     """The tokens of one split.
 
     Attributes:
-        tokens_N: (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token.
-        ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text token may stand
-            within one, too, where a given tokenizer finds it in a text.
-        num_documents: number of documents.
-        num_bytes: bytes of their texts.
+        ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text
+            token may stand within one, too, where a given tokenizer finds it in a text.
     """
 
+    # (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token
     tokens_N: np.ndarray
     ends: np.ndarray
     num_documents: int
-    num_bytes: int
+    num_bytes: int  # bytes of their texts
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """Tokens of a corpus, with their tokenizer.
+    """Tokens of a corpus, with their tokenizer."""
 
-    Attributes:
-        key: hex digest of all inputs; the same key means the same tokens.
-        training: training tokens.
-        validation: validation tokens.
-        tokenizer_path: the tokenizer, in the cache folder of the tokens.
-        corpus: the documents.
-    """
-
-    key: str
+    key: str  # hex digest of all inputs; the same key means the same tokens
     training: Shard
     validation: Shard
-    tokenizer_path: Path
-    corpus: Corpus
+    tokenizer_path: Path  # the tokenizer, in the cache folder of the tokens
+    corpus: Corpus  # the documents
 
 
-def prepare_tokens(
-    config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None
-) -> TokenData:
-    """Find the corpus, train the tokenizer and encode the documents, unless the cache has them.
-
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-        corpus: the result of `load_corpus`; None: it is called here.
-
-    Returns:
-        The tokens.
-
-    Raises:
-        ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
-        OSError: the cache cannot be written.
-    """
+def prepare_tokens(config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None) -> TokenData:
+    """Find the corpus, train the tokenizer and encode the documents, unless the cache has them."""
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
     given: Tokenizer | None = None
@@ -127,9 +102,7 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
         say(f"learning a tokenizer of {vocab_size:,} tokens")
         tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         say("")
-    tokenizer = save_tokenizer(
-        tokenizer, folder
-    )  # encode with the saved tokenizer, as all later readers do
+    tokenizer = save_tokenizer(tokenizer, folder)  # encode with the saved tokenizer, as all later readers do
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
     for name, documents in (("training", corpus.training), ("validation", corpus.validation)):
@@ -143,17 +116,12 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _write_tokens(
-    path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
-) -> list[int]:
+def _write_tokens(path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str) -> list[int]:
     """Write the tokens; returns the number of tokens up to the end of each document."""
     ends: list[int] = []
     num_tokens = 0
     end_id = end_of_text_id(tokenizer)
-    batches = [
-        documents[start : start + _BATCH_DOCUMENTS]
-        for start in range(0, len(documents), _BATCH_DOCUMENTS)
-    ]
+    batches = [documents[start : start + _BATCH_DOCUMENTS] for start in range(0, len(documents), _BATCH_DOCUMENTS)]
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with path.open("wb") as file:
         for batch in progress.over(batches, lambda batch: sum(d.num_bytes for d in batch)):

@@ -13,24 +13,11 @@ from expertmesh.errors import ConfigError
 
 
 class IndexedData:
-    """Base class of data with indexed samples; a subclass makes batches in `_take`.
-
-    Args:
-        training: training samples.
-        validation: validation samples.
-        sizes: numbers of both.
-        seed: seed of the order.
-        source: description of the samples.
-
-    Attributes:
-        num_validation: number of validation samples.
-    """
+    """Base class of data with indexed samples; a subclass makes batches in `_take`."""
 
     files: Mapping[str, Path] = {}
 
-    def __init__(
-        self, training: Any, validation: Any, sizes: tuple[int, int], *, seed: int, source: str
-    ) -> None:
+    def __init__(self, training: Any, validation: Any, sizes: tuple[int, int], *, seed: int, source: str) -> None:
         self._training, self._validation, self._seed = training, validation, seed
         self._num_training, self.num_validation = sizes
         self.description = f"{source}: {sizes[0]:,} training and {sizes[1]:,} validation samples"
@@ -60,7 +47,8 @@ class TensorData(IndexedData):
         source: description of the samples.
 
     Raises:
-        ConfigError: a side is empty, its tensors have different lengths, or the sides have different numbers of tensors.
+        ConfigError: a side is empty, its tensors have different lengths, or the sides have different numbers of
+            tensors.
     """
 
     def __init__(
@@ -76,14 +64,16 @@ class TensorData(IndexedData):
             lengths = {num_samples(tensor) for tensor in side}
             if len(lengths) != 1 or 0 in lengths:
                 raise ConfigError(
-                    f"{name} tensors of {sorted(lengths)} samples: must be equally many and at least 1; check their first axes"
+                    f"{name} tensors of {sorted(lengths)} samples: must be equally many and at least 1; check their "
+                    "first axes"
                 )
             for tensor in side:
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
                 digest.update(tensor_bytes(tensor))
         if len(training) != len(validation):
             raise ConfigError(
-                f"data: {len(training)} training and {len(validation)} validation tensors: must be equally many; give the same of both"
+                f"data: {len(training)} training and {len(validation)} validation tensors: must be equally many; give "
+                "the same of both"
             )
         self.key = digest.hexdigest()
         sizes = len(training[0]), len(validation[0])

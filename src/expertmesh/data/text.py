@@ -27,18 +27,7 @@ from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_
 def text_data(
     config: TextConfig, *, vocab_size: int, seed: int, objective: str = "auto"
 ) -> "TextData | ConversationData":
-    """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers.
-
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-        seed: seed of the order.
-        objective: what is learned from them (`objective.name`).
-
-    Raises:
-        ConfigError: the objective learns from others; see `TextData` and `ConversationData`.
-        OSError: the cache cannot be written.
-    """
+    """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers."""
     corpus = load_corpus(config)
     _check_objective(corpus, config, objective)
     if corpus.kind == PAIR:
@@ -67,7 +56,8 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
     other = next(one for one, kinds in _LEARNED.items() if one != "auto" and corpus.kind in kinds)
     if objective == "auto":
         raise ConfigError(
-            f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give {named('objective.name', other)}, "
+            f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give "
+            f"{named('objective.name', other)}, "
             f"to learn the right answers alone {named('objective.name', 'sft')} and {named('data.column', 'chosen')}"
         )
     raise ConfigError(
@@ -79,43 +69,23 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
 
 
 class TextData:
-    """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens.
+    """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens."""
 
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-        seed: seed of the order of the windows.
-        corpus: the result of `load_corpus`; None: it is called here.
-
-    Raises:
-        ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
-        OSError: the cache cannot be written.
-
-    Attributes:
-        corpus: the documents.
-        windows: windows of the training split.
-        num_training: number of training samples.
-        num_validation: number of validation samples.
-        labels: names of the entries of `data.path`, all different, if there are 2 to 64.
-    """
-
-    def __init__(
-        self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None
-    ) -> None:
+    def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None) -> None:
         tokens = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus)
         self.key, self.corpus = tokens.key, tokens.corpus
         given = None if config.encode_with is None else expanded(config.encode_with)
         self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
-        self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
+        self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)  # windows of the training split
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
-        self.num_training = self.windows.num_windows
-        self.num_validation = self._validation.num_windows
+        self.num_training = self.windows.num_windows  # number of training samples
+        self.num_validation = self._validation.num_windows  # number of validation samples
         tokenizer = load_tokenizer(tokens.tokenizer_path)
         sizes = token_num_bytes(tokenizer, vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self._end_id = end_of_text_id(tokenizer)
         self._has_documents = config.document_mask
-        self.labels = _entries(config)
+        self.labels = _entries(config)  # names of the entries of `data.path`, all different, if there are 2 to 64
         self._ends = tokens.training.ends
         self._label_of_document = np.array([d.place for d in self.corpus.training], dtype=np.int64)
         self.description = (
@@ -126,8 +96,9 @@ class TextData:
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
         """Inputs and targets, each (num_samples, S) int64.
 
-        With a document mask or several entries of `data.path`, a third entry: {"document": (num_samples, S), number of each input's
-        document; "label": (num_samples,), number of the entry of the document in which a window begins}, both int64.
+        With a document mask or several entries of `data.path`, a third entry: {"document": (num_samples, S), number of
+        each input's document; "label": (num_samples,), number of the entry of the document in which a window begins},
+        both int64.
         """
         total, seed = self.windows.num_windows, self.windows.seed
         which = shuffled(first_sample, num_samples, total=total, seed=seed)
@@ -140,14 +111,16 @@ class TextData:
         return (ids_BS, targets_BS, more) if more else (ids_BS, targets_BS)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Any, ...]]:
-        """Batches of inputs, targets, and bytes of text of each target, (B, S) int64; with a document mask, {"document": (B, S)}, too."""
+        """Batches of inputs, targets, and bytes of text of each target, (B, S) int64; with a document mask,
+        {"document": (B, S)}, too."""
         for ids_BS, targets_BS in self._validation.batches(max_samples, batch_size):
             found = ids_BS, targets_BS, self._num_bytes_V[targets_BS]
             more = self._documents(ids_BS)
             yield (*found, more) if more else found
 
     def _documents(self, ids_BS: Tensor) -> dict[str, Tensor]:
-        """Number of each input's document: end-of-text tokens so far. A document begins with the end of the one before."""
+        """Number of each input's document: end-of-text tokens so far. A document begins with the end of the one
+        before."""
         return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}
 
 

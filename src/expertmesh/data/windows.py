@@ -12,17 +12,11 @@ from expertmesh.data.order import shuffled, spread_batches
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of S tokens and their targets from a token array, in a random order per epoch (`data/order.py`).
+    """Windows of S tokens and their targets from a token array, in a random order per epoch (`data/order.py`)."""
 
-    Attributes:
-        tokens_N: (N,) integer tokens.
-        seq_len: tokens of a window, S.
-        seed: seed of the order.
-    """
-
-    tokens_N: np.ndarray
-    seq_len: int
-    seed: int
+    tokens_N: np.ndarray  # (N,) integer tokens
+    seq_len: int  # tokens of a window, S
+    seed: int  # seed of the order
 
     @property
     def num_windows(self) -> int:
@@ -35,9 +29,7 @@ class Windows:
         Returns:
             Inputs and targets, each (num_samples, S) int64 on the CPU; targets are inputs shifted by one token.
         """
-        return self.windows(
-            shuffled(first_sample, num_samples, total=self.num_windows, seed=self.seed)
-        )
+        return self.windows(shuffled(first_sample, num_samples, total=self.num_windows, seed=self.seed))
 
     def batches(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of at most max_samples windows (None: all), evenly spaced over the array."""

@@ -32,20 +32,12 @@ class _Answer:
 
 
 class Answers:
-    """Answers of unfinished requests.
-
-    Args:
-        tokenizer: tokenizer of the model; None: answers have no text.
-
-    Attributes:
-        known: output state of each sequence.
-        num_tokens: number of generated tokens so far.
-    """
+    """Answers of unfinished requests. `tokenizer`: tokenizer of the model; None: answers have no text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.known: dict[Sequence, _Answer] = {}
-        self.num_tokens = 0
+        self.known: dict[Sequence, _Answer] = {}  # output state of each sequence
+        self.num_tokens = 0  # number of generated tokens so far
 
     def begin(self, request: Request) -> None:
         """Start the answers of a request."""

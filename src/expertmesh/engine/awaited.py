@@ -39,7 +39,6 @@ class AnswerIterator(Iterator[T]):
     A generator cannot: one that never began runs no `finally`.
 
     Args:
-        answers: the answers.
         end: ends what is still awaited; may be called again.
     """
 
@@ -68,7 +67,6 @@ class Awaited:
     """Latest outputs of the requests that iterators await, and last outputs of others that ended in steps of iterators.
 
     Args:
-        unfinished: ids of the engine's unfinished requests.
         lock: under which the engine's steps run.
     """
 
@@ -111,13 +109,7 @@ class Awaited:
     def as_they_end(
         self, names: Sequence[str], *, step: Callable[[], object], abort: Callable[[str], object]
     ) -> AnswerIterator[tuple[int, list[RequestOutput]]]:
-        """Index and answers of each request, in the order of their ends.
-
-        Args:
-            names: ids of the requests.
-            step: computes a step.
-            abort: aborts a request.
-        """
+        """Index and answers of each request, in the order of their ends."""
         self._latest |= {name: {} for name in names}
 
         def ended() -> Iterator[tuple[int, list[RequestOutput]]]:
@@ -136,13 +128,7 @@ class Awaited:
     def streamed(
         self, name: str, *, step: Callable[[], object], abort: Callable[[str], object]
     ) -> AnswerIterator[RequestOutput]:
-        """Answers of a request so far, after each step with new tokens; steps that others made count as one.
-
-        Args:
-            name: id of the request.
-            step: computes a step.
-            abort: aborts a request.
-        """
+        """Answers of a request so far, after each step with new tokens; steps that others made count as one."""
         latest = self._latest[name] = {}
 
         def streamed() -> Iterator[RequestOutput]:

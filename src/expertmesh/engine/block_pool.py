@@ -19,22 +19,14 @@ class Prefix:
 
     Prefixes are compared by the unique number of their parent and by token ids, not by a hash alone, so hash collisions
     cannot match.
-
-    Attributes:
-        parent: number of the parent prefix, or ROOT.
-        ids: token ids of the block, block_size of them.
     """
 
-    parent: int
-    ids: tuple[int, ...]
+    parent: int  # number of the parent prefix, or ROOT
+    ids: tuple[int, ...]  # token ids of the block, block_size of them
 
 
 class BlockPool:
     """Reference counts, free list, and prefix index of the blocks.
-
-    Args:
-        num_blocks: blocks of the cache.
-        block_size: tokens of a block.
 
     Example:
         >>> pool = BlockPool(4, block_size=2)
@@ -77,14 +69,7 @@ class BlockPool:
         return self.num_free + self.num_cached
 
     def take(self, *, after: int | None = None) -> int:
-        """Allocate a block; if none is free, the least recently used cached block is evicted.
-
-        Args:
-            after: block before it in the table, to keep tables contiguous if possible.
-
-        Raises:
-            IndexError: every block is used.
-        """
+        """Allocate a block; if none is free, the least recently used cached block is evicted."""
         if after is not None and after + 1 in self._free:
             block = after + 1
             del self._free[block]
@@ -131,8 +116,6 @@ class BlockPool:
 
         Args:
             block: a block of the caller, never written again.
-            parent: number of the parent prefix, from `seal` or `number`, or ROOT.
-            ids: token ids of the block.
 
         Returns:
             The number of this prefix. If another block is registered for it, that block is kept.
@@ -153,13 +136,7 @@ class BlockPool:
         return None if sealed is None else sealed[1]
 
     def match(self, ids: Sequence[int], *, most: int, root: int = ROOT) -> list[int]:
-        """Blocks of the longest known prefix of some tokens; the caller must `share` them.
-
-        Args:
-            ids: token ids.
-            most: maximum number of tokens to match; only whole blocks are matched.
-            root: parent of the first block.
-        """
+        """Blocks of the longest known prefix of some tokens; the caller must `share` them."""
         found: list[int] = []
         parent, size = root, self.block_size
         for start in range(0, min(most, len(ids)) // size * size, size):

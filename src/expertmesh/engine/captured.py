@@ -91,46 +91,31 @@ class _Captured:
 
 
 class CapturedSteps:
-    """Decode steps as graphs, captured when the first of a kind comes, or all by `compile_all`.
+    """Decode steps as graphs, captured when the first of a kind comes, or all by `compile_all`."""
 
-    Args:
-        num_blocks: blocks of the cache; the padding's page is behind them.
-        block_size: tokens of a block.
-        max_len: maximum tokens of a sequence.
-        most_tokens: maximum number of tokens of a decode step.
-        device: device of the model.
-        graphs: makes empty graphs.
-        num_layers: layers of the model.
-        vocab_size: tokens of the vocabulary.
-
-    Attributes:
-        problem: empty: every kind of step can be captured.
-        planned_bytes: bytes that they take once all are captured, as the planner counts them.
-        num_bytes: bytes that the captured steps take of the device, as PyTorch counts them.
-    """
-
-    problem = ""
+    problem = ""  # empty: every kind of step can be captured
     pads = True
 
     def __init__(
         self,
         *,
-        num_blocks: int,
-        block_size: int,
-        max_len: int,
-        most_tokens: int,
-        device: torch.device,
-        graphs: Any,
-        num_layers: int = 1,
-        vocab_size: int = 0,
+        num_blocks: int,  # blocks of the cache; the padding's page is behind them
+        block_size: int,  # tokens of a block
+        max_len: int,  # maximum tokens of a sequence
+        most_tokens: int,  # maximum number of tokens of a decode step
+        device: torch.device,  # device of the model
+        graphs: Any,  # makes empty graphs
+        num_layers: int = 1,  # layers of the model
+        vocab_size: int = 0,  # tokens of the vocabulary
     ) -> None:
         self._block_size, self._device, self._graphs = block_size, device, graphs
         self._spare_slot = num_blocks * block_size
         self._sizes = captured_sizes(most_tokens)
         self._widths = captured_widths(-(-max_len // block_size))
         self._captured: dict[_Kind, _Captured] = {}
-        self.num_bytes = 0
+        self.num_bytes = 0  # bytes that the captured steps take of the device, as PyTorch counts them
         sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "num_blocks": self._widths[-1]}
+        # bytes that they take once all are captured, as the planner counts them
         self.planned_bytes = captured_bytes(most_tokens, **sizes)
 
     @property
@@ -224,15 +209,6 @@ def captured_steps(
     model: Any, config: EngineConfig, *, num_blocks: int, max_len: int
 ) -> CapturedSteps | None:
     """Captured steps of a model on a GPU, none of which is captured yet; None: it is on another device, or cannot be captured.
-
-    Args:
-        model: the model.
-        config: options of the engine.
-        num_blocks: blocks of the cache.
-        max_len: maximum tokens of a sequence.
-
-    Raises:
-        ConfigError: compile=True, but the model's steps cannot be captured.
     """
     if model.device.type != "cuda" or config.compile is False:
         return None

@@ -14,28 +14,18 @@ _UNWRITTEN = "the model's chat template does not write them"
 
 
 def conversation_ids(
-    text: TextFormat | None,
-    messages: Any,
+    text: TextFormat | None,  # text format of the model; None: there is no tokenizer
+    messages: Any,  # see `read_messages`
     *,
-    tools: Any = None,
+    tools: Any = None,  # see `read_tools`; None: there are none
     add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,  # whether the last message stays open
+    chat_template_kwargs: Mapping[str, Any] | None = None,  # further variables of the chat template
 ) -> list[int]:
     """Token ids of a conversation; see `Engine.chat_ids`.
 
     Args:
-        text: text format of the model; None: there is no tokenizer.
-        messages: see `read_messages`.
-        tools: see `read_tools`; None: there are none.
         add_generation_prompt: whether the beginning of an answer follows; None: unless the last message is continued.
-        continue_final_message: whether the last message stays open.
-        chat_template_kwargs: further variables of the chat template.
-
-    Raises:
-        ConfigError: the model knows no conversations, or an argument is invalid; names it.
-        TextLimitError: the model has no room for them, which is told before they are tokenised; or the chat template takes
-            too long.
     """
     if text is None or not text.can_chat:
         missing = (
@@ -84,16 +74,7 @@ def conversation_ids(
 def prompts_of_conversations(
     text: TextFormat | None, given: Any, **options: Any
 ) -> list[list[int]]:
-    """Prompts of one conversation or several; errors of one among several name it.
-
-    Args:
-        text: see `conversation_ids`.
-        given: a list of messages, or a list of such lists.
-        **options: see `conversation_ids`.
-
-    Raises:
-        ConfigError: see `conversation_ids`.
-    """
+    """Prompts of one conversation or several; errors of one among several name it."""
     if not isinstance(given, list | tuple) or not given or isinstance(given[0], Mapping):
         return [conversation_ids(text, given, **options)]
     prompts = []

@@ -85,11 +85,7 @@ def check_mode(model: Any) -> None:
 
 
 def prompts_of(prompts: Any) -> list[Any]:
-    """List of prompts from a batch or a single prompt.
-
-    Raises:
-        ConfigError: the argument is neither.
-    """
+    """List of prompts from a batch or a single prompt."""
     if isinstance(prompts, str):
         return [prompts]
     # an array or a tensor of no dimension is an Iterable, too
@@ -102,27 +98,14 @@ def prompts_of(prompts: Any) -> list[Any]:
 
 
 def ids_of_prompts(given: Any, vocab_size: int, *, what: str = "prompt") -> list[list[int]]:
-    """Checked prompts of token ids, from one or several, as lists or arrays.
-
-    Args:
-        given: one or several lists of token ids, or tensors or arrays of these.
-        vocab_size: V.
-        what: name of a prompt in the message.
-
-    Raises:
-        ConfigError: there are none, one is empty, or an id is invalid.
-    """
+    """Checked prompts of token ids, from one or several, as lists or arrays."""
     found = [token_ids_of(one, what=what) for one in prompts_of(given)]
     check_prompts(found, vocab_size, what=what)
     return found
 
 
 def one_for_each(what: str, given: Any, count: int) -> list[Any]:
-    """Argument per prompt, from one for all (also a string) or one for each.
-
-    Raises:
-        ConfigError: the number of arguments is not the number of prompts.
-    """
+    """Argument per prompt, from one for all (also a string) or one for each."""
     is_one = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
     if is_one or getattr(given, "ndim", 1) == 0:
         return [given] * count
@@ -135,22 +118,14 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
 
 
 def params_for_each(given: Any, count: int) -> list[SamplingParams]:
-    """Parameters per prompt, from one for all, which draw independently, or one for each, which keep their seeds.
-
-    Raises:
-        ConfigError: they are something else, or their number is not the number of prompts.
-    """
+    """Parameters per prompt, from one for all, which draw independently, or one for each, which keep their seeds."""
     if isinstance(given, SamplingParams):
         return for_prompts([given] * count)
     return [params_of(one) for one in one_for_each("params", given, count)]
 
 
 def params_of(params: Any) -> SamplingParams:
-    """Checked parameters of a request; None: `SamplingParams()`.
-
-    Raises:
-        ConfigError: they are something else.
-    """
+    """Checked parameters of a request; None: `SamplingParams()`."""
     params = SamplingParams() if params is None else params
     check_type("params", params, SamplingParams, "a SamplingParams", "give SamplingParams(...)")
     return params
@@ -176,26 +151,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: st
 
 
 def check_asked(
-    ids: list[int],
-    params: SamplingParams,
-    vocab_size: int,
+    ids: list[int],  # token ids of the prompt
+    params: SamplingParams,  # parameters of the request
+    vocab_size: int,  # V
     *,
-    has_text: bool,
-    end_ids: Set[int] = frozenset(),
+    has_text: bool,  # whether the engine has a tokenizer
+    end_ids: Set[int] = frozenset(),  # end tokens of the request
 ) -> None:
-    """Check ids of a prompt and its parameters.
-
-    Args:
-        ids: token ids of the prompt.
-        params: parameters of the request.
-        vocab_size: V.
-        has_text: whether the engine has a tokenizer.
-        end_ids: end tokens of the request.
-
-    Raises:
-        ConfigError: an id or a parameter is invalid, no token is left before min_tokens, or text is requested without a
-            tokenizer.
-    """
+    """Check ids of a prompt and its parameters."""
     check_prompts([ids], vocab_size, what="prompt")
     check_ids(params.stop_token_ids, vocab_size, what="stop_token_ids")
     check_ids(params.logit_bias, vocab_size, what="logit_bias")
@@ -214,18 +177,7 @@ def check_asked(
 def room_for(
     ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any
 ) -> int:
-    """Maximum number of tokens of an answer.
-
-    Args:
-        ids: prompt.
-        params: parameters of the request.
-        max_len: maximum tokens of a sequence of the engine.
-        config: options of the engine.
-        model: the engine's model.
-
-    Raises:
-        ConfigError: the prompt leaves no room, or less than `params` asks for.
-    """
+    """Maximum number of tokens of an answer."""
     limit = f"the model's max_seq_len={max_len}"
     if max_len < (config.max_len or model.max_seq_len):
         limit = f"{max_len} tokens, as the cache holds {max_len - 1} tokens (num_blocks)"
@@ -262,15 +214,7 @@ def _is_like(given: torch.dtype, own: torch.dtype) -> bool:
 
 
 def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
-    """Check that weights fit a model.
-
-    Args:
-        state: the given weights.
-        own: the model's `state_dict()`.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """Check that weights fit a model. `own`: the model's `state_dict()`."""
     check_type("state", state, Mapping, "tensors by name", "give model.state_dict()")
     for name, tensor in state.items():
         if name not in own:

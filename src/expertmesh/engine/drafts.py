@@ -30,7 +30,6 @@ class PromptLookup:
         """Tokens that followed the last occurrence of the sequence's final n-gram; empty if there is none.
 
         Args:
-            ids: the sequence, which extends the last call's.
             most: maximum number of tokens. If fewer followed, they are repeated.
         """
         for place in range(self._read + 1, len(ids)):

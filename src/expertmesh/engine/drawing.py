@@ -43,37 +43,23 @@ _PADDING = {name: 0.0 if kind == REAL else 0 for name, kind in _KINDS.items()} |
 
 @dataclass(frozen=True)
 class SamplingNumbers:
-    """Sampling parameters of the next token of each of R rows, on the host.
+    """Sampling parameters of the next token of each of R rows, on the host."""
 
-    Attributes:
-        parts: R numbers of each kind, in the order of the tensors of `SamplingBatch`.
-        all_greedy: see `SamplingBatch`.
-        none_filters: see `SamplingBatch`.
-    """
-
-    parts: tuple[array, ...]
-    all_greedy: bool
-    none_filters: bool
+    parts: tuple[array, ...]  # R numbers of each kind, in the order of the tensors of `SamplingBatch`
+    all_greedy: bool  # see `SamplingBatch`
+    none_filters: bool  # see `SamplingBatch`
 
     @classmethod
     def of(
         cls,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams],  # sampling parameters of each row
         *,
-        seeds: Sequence[int],
-        answers: Sequence[int],
-        positions: Sequence[int],
-        num_rows: int | None = None,
+        seeds: Sequence[int],  # seed of each row
+        answers: Sequence[int],  # index of each row's answer within its request
+        positions: Sequence[int],  # position of each sampled token
+        num_rows: int | None = None,  # number of rows; None: as many as there are
     ) -> Self:
-        """Parameters of rows, and of greedy ones behind them up to num_rows.
-
-        Args:
-            params: sampling parameters of each row.
-            seeds: seed of each row.
-            answers: index of each row's answer within its request.
-            positions: position of each sampled token.
-            num_rows: number of rows; None: as many as there are.
-        """
+        """Parameters of rows, and of greedy ones behind them up to num_rows."""
         temperatures = [0.0 if one.is_greedy else one.temperature for one in params]
         values: dict[str, Sequence[Any]] = {"temperature": temperatures}
         none_filters = True

@@ -16,16 +16,11 @@ OPTIONAL = "expertmesh.cpu"
 
 
 class Computed(NamedTuple):
-    """Results of a step on the device.
+    """Results of a step on the device."""
 
-    Attributes:
-        logits_RV: (R, V) logits of the rows.
-        ids_of_layers: (T, K) expert ids of each layer that has experts.
-        drawn_3R: tokens drawn by the step's sampling parameters alone, see `drawn_of`; None: none are drawn yet.
-    """
-
-    logits_RV: Tensor
-    ids_of_layers: list[Tensor]
+    logits_RV: Tensor  # (R, V) logits of the rows
+    ids_of_layers: list[Tensor]  # (T, K) expert ids of each layer that has experts
+    # tokens drawn by the step's sampling parameters alone, see `drawn_of`; None: none are drawn yet
     drawn_3R: Tensor | None = None
 
     def first(self, num: int) -> Self:
@@ -36,16 +31,10 @@ class Computed(NamedTuple):
 
 
 class FasterForward(Protocol):
-    """Forward pass of a model for a step.
+    """Forward pass of a model for a step."""
 
-    Attributes:
-        problem: why it does not serve, in one line; empty: it does.
-        pads: whether it pads steps, so that the cache needs a spare block.
-        description: what it keeps in memory, in words; empty: nothing of note.
-    """
-
-    problem: str
-    pads: bool
+    problem: str  # why it does not serve, in one line; empty: it does
+    pads: bool  # whether it pads steps, so that the cache needs a spare block
 
     @property
     def description(self) -> str:
@@ -75,9 +64,6 @@ def faster_forward(
     known: Sequence[Callable[[Any, EngineConfig], FasterForward | None]] = FASTER,
 ) -> FasterForward | None:
     """Faster forward pass of a model, of those that are known once the optional package is imported; None: there is none.
-
-    Raises:
-        ConfigError: compile=True, but the model's steps cannot be compiled.
     """
     if find_spec(optional) is not None:
         import_module(optional)

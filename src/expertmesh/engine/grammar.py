@@ -39,27 +39,16 @@ _BEFORE = "\x02"  # no token crosses this character
 
 
 class AnswerRule:
-    """Rule of one answer. Every call gets all tokens so far, so answers may be rolled back.
-
-    Args:
-        matcher: llguidance matcher at its start, owned by this rule.
-        tokens: bytes of each of V tokens.
-        end_ids: end tokens.
-        check: reason why a whole answer does not validate, or None; None: every one does.
-        guide: name of the option.
-
-    Attributes:
-        end_ids: end tokens.
-    """
+    """Rule of one answer. Every call gets all tokens so far, so answers may be rolled back."""
 
     def __init__(
         self,
-        matcher: Any,
+        matcher: Any,  # llguidance matcher at its start, owned by this rule
         *,
-        tokens: Seq[bytes],
+        tokens: Seq[bytes],  # bytes of each of V tokens
         end_ids: Iterable[int],
-        check: _Check | None,
-        guide: str,
+        check: _Check | None,  # reason why a whole answer does not validate, or None; None: every one does
+        guide: str,  # name of the option
     ) -> None:
         self._matcher, self._tokens, self._check, self._guide = matcher, tokens, check, guide
         self.end_ids = frozenset(end_ids)
@@ -71,7 +60,6 @@ class AnswerRule:
         """Tokens that may follow.
 
         Args:
-            ids: token ids of the answer so far.
             may_end: False: mask end tokens, unless nothing else is allowed.
 
         Returns:
@@ -133,11 +121,7 @@ class AnswerRule:
 
 
 class Compiled:
-    """Value of an option that is compiled; pickled and copied it is what was given alone.
-
-    Attributes:
-        owner: the compiler.
-    """
+    """Value of an option that is compiled; pickled and copied it is what was given alone."""
 
     owner: "AnswerRules"
     _make: Callable[[], AnswerRule]
@@ -172,29 +156,19 @@ class CompiledText(Compiled, str):
 
 
 class _Reading(NamedTuple):
-    """Compiler's reading of a guide.
+    """Compiler's reading of a guide."""
 
-    Attributes:
-        text: what the trial gets.
-        check: makes the check of whole answers, or None: the compiler's word is enough.
-    """
-
-    text: str
+    text: str  # what the trial gets
+    # makes the check of whole answers, or None: the compiler's word is enough
     check: Callable[[], _Check | None] = lambda: None
 
 
 class _Kind(NamedTuple):
-    """Kind of a guide.
+    """Kind of a guide."""
 
-    Attributes:
-        what: the value in words.
-        read: reads the text of a value; raises ValueError.
-        holder: class of compiled values.
-    """
-
-    what: str
-    read: Callable[[str], _Reading]
-    holder: Callable[[Any], Compiled]
+    what: str  # the value in words
+    read: Callable[[str], _Reading]  # reads the text of a value; raises ValueError
+    holder: Callable[[Any], Compiled]  # class of compiled values
 
 
 def _read_schema(text: str) -> _Reading:
@@ -233,7 +207,6 @@ class AnswerRules:
     Args:
         tokenizer: tokenizer of the model; None: every guide is an error.
         vocab_size: V, at least the tokenizer's.
-        end_ids: end tokens.
 
     Attributes:
         trial: the process that tries guides first.
@@ -258,11 +231,7 @@ class AnswerRules:
         return params.model_copy(update={guide: self.compiled(guide, value)})
 
     def known(self, guide: str, value: Any) -> Compiled | None:
-        """The compiled value, if it was compiled lately; never waits for one that is being compiled.
-
-        Raises:
-            ConfigError: there is no tokenizer, or llguidance is not installed; the value is too large, or no JSON.
-        """
+        """The compiled value, if it was compiled lately; never waits for one that is being compiled."""
         if self._tokenizer is None:
             raise ConfigError(f"{guide}: is about text, and the engine has no tokenizer")
         if find_spec("llguidance") is None:
@@ -276,15 +245,7 @@ class AnswerRules:
             return self._kept.get(key)
 
     def compiled(self, guide: str, value: Any) -> Compiled:
-        """A guide that is ready for answers, tried in another process first (`GrammarTrial`).
-
-        Args:
-            guide: name of the option.
-            value: its value.
-
-        Raises:
-            ConfigError: see `known`; or the value is invalid, takes too long, or has unsupported parts.
-        """
+        """A guide that is ready for answers, tried in another process first (`GrammarTrial`)."""
         found = self.known(guide, value)
         if found is not None:
             return found
@@ -333,11 +294,7 @@ class AnswerRules:
 
 
 class _Patterns:
-    """Whether regular expressions are found in texts, by llguidance: Python's take exponential time.
-
-    Args:
-        patterns: what the compiler reads, by what the schema has.
-    """
+    """Whether regular expressions are found in texts, by llguidance: Python's take exponential time."""
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         from llguidance import LLTokenizer

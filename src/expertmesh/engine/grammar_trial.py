@@ -26,16 +26,7 @@ _MODULE = "expertmesh.engine.grammar_trial"
 
 
 def matcher_of(guide: str, text: str, tokenizer: Any) -> Any:
-    """llguidance matcher at the start of an answer.
-
-    Args:
-        guide: one of `expertmesh.config.sampling.GUIDES`.
-        text: its value; the JSON of a schema or of a list of texts.
-        tokenizer: llguidance tokenizer.
-
-    Raises:
-        ValueError: it cannot be kept, or nothing fits it.
-    """
+    """llguidance matcher at the start of an answer. `text`: its value; the JSON of a schema or of a list of texts."""
     from llguidance import LLParserLimits
 
     limits = LLParserLimits() if guide == "json_schema" else LLParserLimits(step_max_items=_ITEMS)
@@ -79,9 +70,6 @@ def is_given_up(matcher: Any) -> bool:
 
 class GrammarTrial:
     """Process that tries schemas and grammars, one at a time; it starts at the first one and waits for others. Thread-safe.
-
-    Args:
-        module: the module that it runs.
     """
 
     def __init__(self, module: str = _MODULE) -> None:
@@ -91,9 +79,6 @@ class GrammarTrial:
 
     def problem(self, guide: str, text: str) -> str | None:
         """Reason why a guide (see `matcher_of`) cannot be kept; None: it can, with an ordinary amount of time and memory.
-
-        Raises:
-            ConfigError: the process cannot start.
         """
         try:
             return self._child.ask(json.dumps([guide, text]).encode()).decode() or None

@@ -9,22 +9,14 @@ from expertmesh.engine.scheduler import Counters, Scheduler, Step
 
 @dataclass(frozen=True)
 class JointStep(Step):
-    """Step of all groups.
+    """Step of all groups."""
 
-    Attributes:
-        parts: step of each group.
-    """
-
-    parts: tuple[Step, ...] = ()
+    parts: tuple[Step, ...] = ()  # step of each group
 
 
 @dataclass
 class GroupScheduler:
-    """Scheduler that assigns each request to the least loaded group; otherwise with the interface of `Scheduler`.
-
-    Args:
-        schedulers: scheduler of each group.
-    """
+    """Scheduler that assigns each request to the least loaded group; otherwise with the interface of `Scheduler`."""
 
     schedulers: list[Scheduler]
     _owner: dict[Request, Scheduler] = field(default_factory=dict)

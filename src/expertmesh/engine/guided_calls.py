@@ -63,12 +63,7 @@ class GuidedCalls(dict[str, Any]):
         return f"[{', '.join(found)}]" if found or self.answer is None else content
 
     def grammar(self, read: Callable[[Mapping[str, Any]], Any], specials: Mapping[str, int]) -> str:
-        """Lark grammar of an answer.
-
-        Args:
-            read: a schema as the compiler reads it.
-            specials: ids of special tokens by name.
-        """
+        """Lark grammar of an answer."""
         given = self.reading
         syntax, most, is_open = given.call_syntax, given.most, given.is_open
         assert syntax is not None and syntax.markup is not None

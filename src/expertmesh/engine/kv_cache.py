@@ -21,14 +21,7 @@ def num_blocks_of(
     """Number of cache blocks of a rank: the given one, or as many as the longest sequences need and `cache_bytes` hold.
 
     Args:
-        options: options of the engine.
-        model: configuration of the model; num_layers, cache_numbers and is_latent are read.
-        max_len: maximum tokens of a sequence.
-        dtype: dtype of keys and values.
         tp_degree: ranks that share the heads.
-
-    Raises:
-        ConfigError: `cache_bytes` hold no block.
     """
     if options.num_blocks is not None:
         return options.num_blocks
@@ -48,34 +41,18 @@ def num_blocks_of(
 
 class PagedCache:
     """Paged KV cache of all layers, with num_blocks blocks of block_size tokens; keys and values are one allocation
-    each.
-
-    Args:
-        config: configuration of the model; num_layers, cache_heads, cache_size and is_latent are read.
-        num_blocks: number of blocks.
-        block_size: tokens of a block.
-        device: device of the cache.
-        dtype: dtype of keys and values, the model's compute dtype.
-        num_parts: ranks that share the heads; latent attention has one, which each rank keeps.
-        has_spare: whether there is a block more, behind the others, that padding writes to.
-
-    Attributes:
-        num_pages: number of blocks, with the spare one.
-
-    Raises:
-        ConfigError: the device has no memory for as many blocks.
-    """
+    each."""
 
     def __init__(
         self,
-        config: Any,
+        config: Any,  # configuration of the model; num_layers, cache_heads, cache_size and is_latent are read
         *,
-        num_parts: int = 1,
-        has_spare: bool = False,
+        num_parts: int = 1,  # ranks that share the heads; latent attention has one, which each rank keeps
+        has_spare: bool = False,  # whether there is a block more, behind the others, that padding writes to
         num_blocks: int,
-        block_size: int,
+        block_size: int,  # tokens of a block
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # dtype of keys and values, the model's compute dtype
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         heads = config.cache_heads if config.is_latent else config.cache_heads // num_parts
@@ -115,19 +92,12 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class PagedContext:
-    """Attention context of a step on the paged cache: an `expertmesh.models.attention.AttentionContext`.
+    """Attention context of a step on the paged cache: an `expertmesh.models.attention.AttentionContext`."""
 
-    Attributes:
-        cache: KV cache, to which the step's keys and values are written.
-        positions: (T,) position of each token in its sequence.
-        slots_T: (T,) cache slot of each token.
-        keys: rows and blocks of the step's sequences.
-    """
-
-    cache: PagedCache
-    positions: Tensor
-    slots_T: Tensor
-    keys: PagedKeys
+    cache: PagedCache  # KV cache, to which the step's keys and values are written
+    positions: Tensor  # (T,) position of each token in its sequence
+    slots_T: Tensor  # (T,) cache slot of each token
+    keys: PagedKeys  # rows and blocks of the step's sequences
 
     @property
     def keeps(self) -> bool:

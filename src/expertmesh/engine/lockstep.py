@@ -33,25 +33,15 @@ _SERVED = {
 
 
 class Lockstep:
-    """Answers prompts batch by batch, with the methods `generate`, `as_they_end` and `stream` of `Engine`.
-
-    Args:
-        model: any language model, or encoder-decoder.
-        tokenizer: tokenizer of the model; None: answers have no text.
-        end_ids: end tokens in addition to the model's.
-        batch_size: prompts that are answered together; the longest of them limits the new tokens of all.
-
-    Raises:
-        ConfigError: batch_size is not a whole number of at least 1.
-    """
+    """Answers prompts batch by batch, with the methods `generate`, `as_they_end` and `stream` of `Engine`."""
 
     def __init__(
         self,
-        model: CausalLM,
-        tokenizer: Tokenizer | None = None,
+        model: CausalLM,  # any language model, or encoder-decoder
+        tokenizer: Tokenizer | None = None,  # tokenizer of the model; None: answers have no text
         *,
-        end_ids: Sequence[int] = (),
-        batch_size: int = 32,
+        end_ids: Sequence[int] = (),  # end tokens in addition to the model's
+        batch_size: int = 32,  # prompts that are answered together; the longest of them limits the new tokens of all
     ) -> None:
         Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
@@ -71,13 +61,6 @@ class Lockstep:
             params: parameters of all prompts, or one for each; n, penalties, biases, min_tokens, logprobs and routed
                 experts are not supported.
             sources: encoder inputs of an encoder-decoder, one list of token ids per prompt.
-
-        Returns:
-            An answer for each prompt.
-
-        Raises:
-            ConfigError: before any computation: a prompt is empty or too long, an id is outside the vocabulary, an
-                option is not supported, parameters are not one for each prompt, or sources are missing or unsupported.
         """
         ended = self.as_they_end(prompts, params, sources=sources)
         return [output for _, (output,) in ended]
@@ -89,11 +72,7 @@ class Lockstep:
         *,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> Generator[tuple[int, list[RequestOutput]], None, None]:
-        """Like `generate`, but yields each prompt's index and its answer, in order, when its batch has ended.
-
-        Raises:
-            ConfigError: see `generate`; raised at once.
-        """
+        """Like `generate`, but yields each prompt's index and its answer, in order, when its batch has ended."""
         prompts = ids_of_prompts(prompts, self.model.vocab_size)
         sources = check_sources(self.model, sources, num_prompts=len(prompts))
         each = params_for_each(params, len(prompts))
@@ -111,11 +90,7 @@ class Lockstep:
     def stream(
         self, prompt: Sequence[int], params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
-        """Answer a prompt as a stream: yields the answer so far after each token.
-
-        Raises:
-            ConfigError: see `generate`; raised at once.
-        """
+        """Answer a prompt as a stream: yields the answer so far after each token."""
         prompts, each = ids_of_prompts([prompt], self.model.vocab_size), [params_of(params)]
         check_sources(self.model, None, num_prompts=1)
         rooms = self._check(prompts, each)
@@ -239,11 +214,7 @@ class Lockstep:
 def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
 ) -> list[list[int]] | None:
-    """Checked sources, one per prompt; None: the model reads none.
-
-    Raises:
-        ConfigError: it does not, or they are invalid.
-    """
+    """Checked sources, one per prompt; None: the model reads none."""
     if not isinstance(model, EncoderDecoder):
         if sources is not None:
             raise ConfigError(f"sources: {type_of(model)} reads none; put them before the prompts")
@@ -264,11 +235,7 @@ def check_sources(
 def check_context_room(
     model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None
 ) -> int:
-    """Number of new tokens, checked against the longest prompt.
-
-    Raises:
-        ConfigError: they exceed the model's maximum length.
-    """
+    """Number of new tokens, checked against the longest prompt."""
     limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:
         raise ConfigError(
@@ -290,10 +257,6 @@ def pad_left(
     prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Prompts as a batch, padded on the left.
-
-    Args:
-        prompts: token ids.
-        device: device of the result.
 
     Returns:
         (B, S) int64 ids, 0 where padded, and a (B, S) bool mask, False where padded; None without padding.

@@ -21,19 +21,12 @@ from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, p
 
 @dataclass(frozen=True)
 class LogitsRow:
-    """Row of logits that is needed.
+    """Row of logits that is needed."""
 
-    Attributes:
-        token: index of its token in the step.
-        sequence: sequence that needs it.
-        position: position of the following token in the sequence.
-        is_drawn: True: the following token is sampled; False: it is known, and its logprob is requested.
-    """
-
-    token: int
-    sequence: Answer
-    position: int
-    is_drawn: bool
+    token: int  # index of its token in the step
+    sequence: Answer  # sequence that needs it
+    position: int  # position of the following token in the sequence
+    is_drawn: bool  # True: the following token is sampled; False: it is known, and its logprob is requested
 
     @property
     def num_best(self) -> int | None:
@@ -44,63 +37,38 @@ class LogitsRow:
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """Results of a step.
+    """Results of a step."""
 
-    Attributes:
-        tokens: sampled token of each sequence.
-        logprobs: (sequence, position, logprob) of sampled and known tokens, if requested.
-        broken: sequences of which no token can be drawn, each with its error, to be formatted with the number of tokens.
-        experts: for chunks whose request returns them, (count, layers, K) expert ids.
-    """
-
-    tokens: dict[Answer, int]
+    tokens: dict[Answer, int]  # sampled token of each sequence
+    # (sequence, position, logprob) of sampled and known tokens, if requested
     logprobs: list[tuple[Answer, int, Logprob]]
+    # sequences of which no token can be drawn, each with its error, to be formatted with the number of tokens
     broken: dict[Answer, str]
-    experts: list[tuple[Chunk, Any]]
+    experts: list[tuple[Chunk, Any]]  # for chunks whose request returns them, (count, layers, K) expert ids
 
 
 class _Changes(NamedTuple):
-    """Changes of logits before a token is drawn, as numbers or as tensors.
+    """Changes of logits before a token is drawn, as numbers or as tensors."""
 
-    Attributes:
-        rows_N: rows of the N tokens in prompts and answers with penalties.
-        ids_N: these tokens.
-        times_N: how often each is in the answer.
-        repetition_R: see `penalised`.
-        presence_R: see `penalised`.
-        frequency_R: see `penalised`.
-        bias_rows_M: rows of M biased tokens.
-        bias_ids_M: these tokens.
-        biases_M: what is added to their logits.
-        ban_rows_L: rows of L tokens that must not be drawn.
-        ban_ids_L: these tokens.
-    """
-
-    rows_N: Any
+    rows_N: Any  # rows of the N tokens in prompts and answers with penalties
     ids_N: Any
-    times_N: Any
-    repetition_R: Any
-    presence_R: Any
-    frequency_R: Any
-    bias_rows_M: Any
+    times_N: Any  # how often each is in the answer
+    repetition_R: Any  # see `penalised`
+    presence_R: Any  # see `penalised`
+    frequency_R: Any  # see `penalised`
+    bias_rows_M: Any  # rows of M biased tokens
     bias_ids_M: Any
-    biases_M: Any
-    ban_rows_L: Any
+    biases_M: Any  # what is added to their logits
+    ban_rows_L: Any  # rows of L tokens that must not be drawn
     ban_ids_L: Any
 
 
 class _ScoredTokens(NamedTuple):
-    """Tokens whose logprobs are requested, as numbers or as tensors.
-
-    Attributes:
-        rows_W: their rows.
-        known_W: the tokens; -1: the token that is drawn.
-        places_W: places among the drawn tokens; 0 for known ones.
-    """
+    """Tokens whose logprobs are requested, as numbers or as tensors."""
 
     rows_W: Any
-    known_W: Any
-    places_W: Any
+    known_W: Any  # the tokens; -1: the token that is drawn
+    places_W: Any  # places among the drawn tokens; 0 for known ones
 
 
 def drawn_of(logits_RV: Tensor, batch: SamplingBatch, changed_RV: Tensor | None = None) -> Tensor:
@@ -116,13 +84,7 @@ class RowNumbers:
     """Rows of logits of a step with everything about them that the host knows.
 
     Args:
-        rows: the rows.
         num_padded: number of rows of the padded step; None: it is not padded.
-
-    Attributes:
-        rows: the rows.
-        sampling: sampling parameters of the rows that are drawn.
-        parts: further numbers, for `packed`.
     """
 
     def __init__(self, rows: Sequence[LogitsRow], num_padded: int | None = None) -> None:
@@ -130,6 +92,7 @@ class RowNumbers:
         drawn = [i for i, row in enumerate(rows) if row.is_drawn]
         self._drawing = [rows[i].sequence for i in drawn]
         self._all_drawn = len(drawn) == len(rows)
+        # sampling parameters of the rows that are drawn
         self.sampling = SamplingNumbers.of(
             [one.request.params for one in self._drawing],
             seeds=[one.request.seed for one in self._drawing],
@@ -153,28 +116,19 @@ class RowNumbers:
             ),
             array(WHOLE, [place.get(i, 0) for i, _ in self.scored]),
         )
-        self.parts = (array(WHOLE, drawn), *changes, *scores)
+        self.parts = (array(WHOLE, drawn), *changes, *scores)  # further numbers, for `packed`
 
     def results(
         self,
-        logits_RV: Tensor,
-        batch: SamplingBatch | None,
-        tensors: Sequence[Tensor],
-        experts: "WantedExperts",
+        logits_RV: Tensor,  # the rows
+        batch: SamplingBatch | None,  # sampling parameters on the device; None: no row is drawn
+        tensors: Sequence[Tensor],  # the parts on the device
+        experts: "WantedExperts",  # expert ids to return
         *,
-        drawn_3R: Tensor | None = None,
-        agreed: Callable[[Tensor], Tensor] = lambda drawn: drawn,
+        drawn_3R: Tensor | None = None,  # result of `drawn_of` without changes, if it is known
+        agreed: Callable[[Tensor], Tensor] = lambda drawn: drawn,  # gives all ranks the same tokens
     ) -> RunnerOutput:
-        """Draw and score tokens; waits for the device once, if anything is wanted of it.
-
-        Args:
-            logits_RV: the rows.
-            batch: sampling parameters on the device; None: no row is drawn.
-            tensors: the parts on the device.
-            experts: expert ids to return.
-            drawn_3R: result of `drawn_of` without changes, if it is known.
-            agreed: gives all ranks the same tokens.
-        """
+        """Draw and score tokens; waits for the device once, if anything is wanted of it."""
         rows_R, *rest = tensors
         changes, scores = _Changes(*rest[: len(_Changes._fields)]), rest[len(_Changes._fields) :]
         wanted: list[Tensor] = []
@@ -256,16 +210,12 @@ class WantedExperts:
     """Expert ids that requests return, of some tokens of a step.
 
     Args:
-        chunks: all chunks of the step.
         ids_of_layers: (T, K) expert ids of each MoE layer, of all tokens of the step.
-
-    Attributes:
-        tensors: nothing, or (T, layers, most K) expert ids; -1 pads layers with fewer choices.
     """
 
     def __init__(self, chunks: Sequence[Chunk], ids_of_layers: Sequence[Tensor]) -> None:
         self._chunks: list[tuple[Chunk, int]] = []
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # nothing, or (T, layers, most K) expert ids; -1 pads layers with fewer choices
         first = 0
         for chunk in chunks:
             if chunk.sequence.request.params.return_routed_experts:

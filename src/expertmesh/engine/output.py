@@ -21,16 +21,11 @@ NO_MAXIMUM = (
 
 @dataclass(frozen=True)
 class Logprob:
-    """Logprobs at one token: log-softmax of the raw logits, in FP32.
+    """Logprobs at one token: log-softmax of the raw logits, in FP32."""
 
-    Attributes:
-        token_id: the actual token.
-        logprob: its logprob.
-        top: the requested number of most likely tokens with their logprobs, most likely first.
-    """
-
-    token_id: int
+    token_id: int  # the actual token
     logprob: float
+    # the requested number of most likely tokens with their logprobs, most likely first
     top: tuple[tuple[int, float], ...] = ()
 
 

@@ -13,10 +13,6 @@ WHOLE, REAL = "q", "d"
 def packed(parts: Sequence[array], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Copy numbers to a device.
 
-    Args:
-        parts: arrays of `WHOLE` or `REAL` numbers.
-        device: where to.
-
     Returns:
         The int64 buffer, and views of it, one for each part, int64 or FP64.
 

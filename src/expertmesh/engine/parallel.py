@@ -57,18 +57,11 @@ _log = logging.getLogger("expertmesh.engine")
 
 @dataclass
 class EngineRanks:
-    """Ranks of an engine, as seen from one of them.
+    """Ranks of an engine, as seen from one of them."""
 
-    Attributes:
-        degrees: parallel degrees of the model.
-        groups: process groups of this rank.
-        sizes: sizes of the current step.
-        world: all ranks.
-    """
-
-    degrees: ServingDegrees
-    groups: ServingGroups
-    sizes: StepSizes
+    degrees: ServingDegrees  # parallel degrees of the model
+    groups: ServingGroups  # process groups of this rank
+    sizes: StepSizes  # sizes of the current step
     world: World
 
     @property
@@ -88,11 +81,7 @@ class EngineRanks:
 
 
 def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
-    """Shard a GPT over ranks, in place; call `as_plain` once it has its weights. Every rank must call.
-
-    Raises:
-        ConfigError: the model cannot be sharded, the degrees do not fit, or the process group has no CPU backend.
-    """
+    """Shard a GPT over ranks, in place; call `as_plain` once it has its weights. Every rank must call."""
     world.check_moves("cpu")  # steps are host tensors, on any compute device
     degrees, groups, sizes = spread_for_engine(model, config, world)
     return EngineRanks(degrees, groups, sizes, world)
@@ -104,15 +93,7 @@ def open_shared(
     """Open a model of which each rank reads and holds its part. Every rank must call.
 
     Args:
-        run: the run of the model.
-        config: parallel options.
         ranks: the ranks; None: from torchrun, or of torch's group.
-        **place: see `open_model`.
-
-    Raises:
-        ConfigError: see `share`.
-        CheckpointError: there are no usable weights.
-        PeerError: another rank failed.
     """
     if ranks is None:
         device = device_of(run, place.get("device"))
@@ -130,11 +111,7 @@ def open_shared(
 
 
 def as_parallel(value: Any) -> ParallelConfig:
-    """Checked `parallel` argument of an engine.
-
-    Raises:
-        ConfigError: the argument is neither a ParallelConfig nor a mapping.
-    """
+    """Checked `parallel` argument of an engine."""
     if isinstance(value, ParallelConfig):
         return value
     check_type("parallel", value, Mapping, "a ParallelConfig, or its options as a dictionary")
@@ -150,21 +127,13 @@ class _KnownSequence:
 
 
 class Wire:
-    """Broadcast of integer messages from rank 0.
-
-    Args:
-        group: all ranks.
-    """
+    """Broadcast of integer messages from rank 0. `group`: all ranks."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
 
     def send(self, words: list[int]) -> None:
-        """Send a message to all other ranks.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Send a message to all other ranks."""
         first = torch.zeros(_WORDS, dtype=torch.int64)
         first[0] = len(words)
         head = words[: _WORDS - 1]
@@ -174,11 +143,7 @@ class Wire:
             self._broadcast(torch.tensor(words[_WORDS - 1 :], dtype=torch.int64))
 
     def receive(self) -> list[int]:
-        """Wait for the next message from rank 0.
-
-        Raises:
-            CollectiveError: rank 0 is gone or late.
-        """
+        """Wait for the next message from rank 0."""
         first = torch.empty(_WORDS, dtype=torch.int64)
         self._broadcast(first)
         length, *words = first.tolist()
@@ -202,13 +167,7 @@ class StepWriter:
     def words(
         self, parts: tuple[Step, ...], batches: list[StepBatch], *, experts: bool
     ) -> list[int]:
-        """Encode a step of all groups.
-
-        Args:
-            parts: step of each group.
-            batches: inputs of each group.
-            experts: whether rank 0 needs the experts of tokens.
-        """
+        """Encode a step of all groups. `experts`: whether rank 0 needs the experts of tokens."""
         gone = [s for s in self._known if s.is_guessed or s.state is State.FINISHED]
         words = [_STEP, int(experts), len(gone), *(self._known.pop(s).number for s in gone)]
         words.append(len(parts))
@@ -298,12 +257,6 @@ class RankedRunner(Runner):
     Args:
         model: this rank's part of the model.
         cache: KV cache of this rank's heads, for the sequences of its group.
-        ranks: the ranks.
-        config: options of the engine.
-
-    Attributes:
-        lost: error by which ranks were lost; None: all are connected.
-        placed: experts with slots for redundant copies; None: without EPLB.
     """
 
     def __init__(
@@ -311,7 +264,7 @@ class RankedRunner(Runner):
     ) -> None:
         super().__init__(model, cache)
         self.ranks = ranks
-        self.placed: RedundantExperts | None = None
+        self.placed: RedundantExperts | None = None  # experts with slots for redundant copies; None: without EPLB
         if config.enable_eplb:
             self.placed = RedundantExperts(
                 model,
@@ -322,7 +275,7 @@ class RankedRunner(Runner):
             )
         self._interval, self._steps = config.eplb_step_interval, 0
         self._before: list[list[int]] = [[0] * len(one) for one in self.expert_load]
-        self.lost: CollectiveError | None = None
+        self.lost: CollectiveError | None = None  # error by which ranks were lost; None: all are connected
         self._wire = Wire(ranks.groups.everyone)
         self._writer, self._reader = StepWriter(), StepReader()
         self._load: list[list[int]] = [[0] * len(one) for one in self.expert_load]
@@ -336,11 +289,7 @@ class RankedRunner(Runner):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Context of one exchange with the other ranks at a time; after a failure there are no more.
-
-        Raises:
-            CollectiveError: a rank is gone or late, now or before.
-        """
+        """Context of one exchange with the other ranks at a time; after a failure there are no more."""
         with self._lock:
             if self.lost is not None:
                 raise self.lost
@@ -362,11 +311,7 @@ class RankedRunner(Runner):
 
     @torch.no_grad()
     def run(self, step: Step) -> RunnerOutput:
-        """Send the step to all ranks, and compute this rank's part.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Send the step to all ranks, and compute this rank's part."""
         assert isinstance(step, JointStep)
         made = [batch_of(part) for part in step.parts]
         batches, rows = [batch for batch, _ in made], []
@@ -394,11 +339,7 @@ class RankedRunner(Runner):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Compute this rank's part of every step until rank 0 closes the engine.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Compute this rank's part of every step until rank 0 closes the engine."""
         while True:
             words = self._wire.receive()
             if words[0] == _STOP:
@@ -418,13 +359,7 @@ class RankedRunner(Runner):
                     self.adapters.unload(json.loads(_text(words[1:])))
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Load an adapter on all ranks, each with the factors of its experts; see `Engine.load_adapter`.
-
-        Raises:
-            ConfigError: see `Engine.load_adapter`.
-            CheckpointError: see `Engine.load_adapter`.
-            CollectiveError: a rank is gone or late.
-        """
+        """Load an adapter on all ranks, each with the factors of its experts; see `Engine.load_adapter`."""
         loaded = self._room_for_adapters().load(name, folder)
         told = json.dumps([name, str(loaded.folder.absolute()), loaded.root])
         try:

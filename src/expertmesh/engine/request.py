@@ -20,10 +20,6 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
 
     Args:
         given: list, tuple, range, or one-dimensional tensor or array.
-        what: name in the message.
-
-    Raises:
-        ConfigError: it has another type or shape.
     """
     is_list = isinstance(given, Iterable) and not isinstance(given, Mapping | str | bytes)
     if not is_list or isinstance(given, AbstractSet) or getattr(given, "ndim", 1) != 1:
@@ -84,28 +80,18 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """Prompt with all answers to it.
+    """Prompt with all answers to it."""
 
-    Attributes:
-        request_id: chosen by the caller, or counted.
-        prompt_ids: token ids of the prompt, not empty.
-        params: sampling parameters.
-        arrival: index in the order of all requests.
-        max_tokens: maximum tokens of an answer, determined on arrival.
-        end_ids: end tokens, determined on arrival.
-        seed: seed of its random numbers.
-        root: root prefix of its tokens: -1, or its adapter's, so that prefixes with different adapters are not shared.
-        sequences: one per answer; the first computes the prompt, and the others share it.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
+    request_id: str  # chosen by the caller, or counted
+    prompt_ids: tuple[int, ...]  # token ids of the prompt, not empty
     params: SamplingParams
-    arrival: int
-    max_tokens: int
-    end_ids: frozenset[int] = frozenset()
-    seed: int = 0
+    arrival: int  # index in the order of all requests
+    max_tokens: int  # maximum tokens of an answer, determined on arrival
+    end_ids: frozenset[int] = frozenset()  # end tokens, determined on arrival
+    seed: int = 0  # seed of its random numbers
+    # root prefix of its tokens: -1, or its adapter's, so that prefixes with different adapters are not shared
     root: int = -1
+    # one per answer; the first computes the prompt, and the others share it
     sequences: list["Sequence"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,35 +106,22 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """Answer to a prompt, as a state machine driven by the scheduler.
-
-    Attributes:
-        request: its request.
-        index: index among the request's answers.
-        token_ids: prompt, then generated tokens.
-        num_computed: number of tokens whose keys and values are cached; prefix hits and preemption change only this.
-        num_cached: prompt tokens found in the prefix cache by its first step; None: it has had none.
-        num_counted: prompt tokens that are counted in the statistics.
-        blocks: block table.
-        prefix: number of the prefix of its sealed blocks, and the number of these blocks; see `BlockPool.seal`.
-        state: see `State`.
-        finish_reason: reason why it ended, or None.
-        is_guessed: whether it is a draft state of an answer; see `drafts`.
-        rule: constraint on the next tokens; None: no constraint.
-    """
+    """Answer to a prompt, as a state machine driven by the scheduler."""
 
     request: Request
-    index: int
-    token_ids: list[int] = field(default_factory=list)
+    index: int  # index among the request's answers
+    token_ids: list[int] = field(default_factory=list)  # prompt, then generated tokens
+    # number of tokens whose keys and values are cached; prefix hits and preemption change only this
     num_computed: int = 0
-    num_cached: int | None = None
-    num_counted: int = 0
-    blocks: list[int] = field(default_factory=list)
+    num_cached: int | None = None  # prompt tokens found in the prefix cache by its first step; None: it has had none
+    num_counted: int = 0  # prompt tokens that are counted in the statistics
+    blocks: list[int] = field(default_factory=list)  # block table
+    # number of the prefix of its sealed blocks, and the number of these blocks; see `BlockPool.seal`
     prefix: tuple[int, int] = (-1, 0)
-    state: State = State.WAITING
-    finish_reason: FinishReason | None = None
-    is_guessed: bool = False
-    rule: "Rule | None" = None
+    state: State = State.WAITING  # see `State`
+    finish_reason: FinishReason | None = None  # reason why it ended, or None
+    is_guessed: bool = False  # whether it is a draft state of an answer; see `drafts`
+    rule: "Rule | None" = None  # constraint on the next tokens; None: no constraint
 
     def __post_init__(self) -> None:
         """Start with the prompt."""

@@ -39,11 +39,7 @@ _RANK = 16
 
 
 def folders_by_name(adapters: Any) -> Mapping[str, Any]:
-    """Checked `adapters` argument; an empty mapping for None.
-
-    Raises:
-        ConfigError: the argument is not a mapping.
-    """
+    """Checked `adapters` argument; an empty mapping for None."""
     adapters = {} if adapters is None else adapters
     check_type("adapters", adapters, Mapping, "folders by name", "give {'name': 'folder'}")
     return adapters
@@ -93,12 +89,7 @@ class AdapterSpan(NamedTuple):
 
 
 class Adapters:
-    """Adapters of a model, by name; hooks do not keep them alive.
-
-    Args:
-        model: a GPT in this process, or with a part of the experts, whose factors are kept.
-        dtype: dtype of the factors.
-    """
+    """Adapters of a model, by name; hooks do not keep them alive."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
@@ -114,11 +105,7 @@ class Adapters:
         return list(self._known.values())
 
     def get(self, name: Any) -> LoadedAdapter:
-        """Adapter of a name.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
+        """Adapter of a name."""
         if isinstance(name, str) and name in self._known:
             return self._known[name]
         known = ", ".join(map(repr, self._known)) or "none"
@@ -130,17 +117,7 @@ class Adapters:
         )
 
     def load(self, name: Any, folder: str | Path, *, root: int | None = None) -> LoadedAdapter:
-        """Load a folder in peft's format.
-
-        Args:
-            name: unique name.
-            folder: the folder.
-            root: root prefix chosen by another rank; None: a new one.
-
-        Raises:
-            ConfigError: the name is taken or invalid, or the folder has something unsupported; names it.
-            CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
-        """
+        """Load a folder in peft's format. `root`: root prefix chosen by another rank; None: a new one."""
         if not isinstance(name, str) or not name:
             raise ConfigError("adapter", repr(name), "must be a name", "give a string")
         if name in self._known:
@@ -164,19 +141,11 @@ class Adapters:
         return loaded
 
     def unload(self, name: Any) -> None:
-        """Remove an adapter that no request uses any more.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
+        """Remove an adapter that no request uses any more."""
         del self._known[self.get(name).name]
 
     def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
-        """Spans of tokens with the same adapter.
-
-        Args:
-            chunks: number of tokens and root prefix of each chunk of a step.
-        """
+        """Spans of tokens with the same adapter."""
         by_root = {one.root: one for one in self._known.values()}
         found: list[AdapterSpan] = []
         first = 0

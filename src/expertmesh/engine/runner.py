@@ -52,21 +52,17 @@ class Runner:
 
     Args:
         model: a model that takes flat tokens with an `AttentionContext`, as GPT.
-        cache: KV cache of the model.
         faster: faster forward of the model; None: there is none.
-
-    Attributes:
-        adapters: adapters for requests; None: none were requested.
-        expert_load: (E + 1,) int64 per MoE layer: tokens served so far by each expert; the last entry counts no expert.
     """
 
     def __init__(self, model: Any, cache: PagedCache, faster: FasterForward | None = None) -> None:
         self.model, self.cache, self.faster = model, cache, faster
-        self.adapters: Adapters | None = None
+        self.adapters: Adapters | None = None  # adapters for requests; None: none were requested
         self._from_rank0 = broadcast_from_rank0(model)
         self.device = cache.k.device
         sizes = [num + 1 for num in model.config.experts_per_layer() if num]
         self._loads = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
+        # (E + 1,) int64 per MoE layer: tokens served so far by each expert; the last entry counts no expert
         self.expert_load = list(self._loads.split(sizes))
         self._offsets: tuple[list[int], Tensor] = ([], self._loads)
         self._ones = self._loads.new_ones(())

@@ -20,33 +20,25 @@ class Chunk:
     """Tokens of one sequence in a step.
 
     Attributes:
-        sequence: the sequence.
-        start: position of the first token.
-        count: number of tokens; keys and values of earlier tokens are in the cache.
         samples: sequences that sample a token from the logits of the last token: this one and, after a prompt, the
             other answers to it. Empty if the chunk ends before the last known token.
     """
 
     sequence: Sequence
-    start: int
-    count: int
+    start: int  # position of the first token
+    count: int  # number of tokens; keys and values of earlier tokens are in the cache
     samples: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Plan of a step.
+    """Plan of a step."""
 
-    Attributes:
-        chunks: at most one per sequence, and one per draft token.
-        copies: (from, to) blocks to copy first: shared blocks that a sequence will write.
-        preempted: preempted sequences.
-        guessed: for sequences with draft tokens, their states after one, two, ... of these.
-    """
-
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]  # at most one per sequence, and one per draft token
+    # (from, to) blocks to copy first: shared blocks that a sequence will write
     copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    # for sequences with draft tokens, their states after one, two, ... of these.
     guessed: Mapping[Sequence, tuple[Sequence, ...]] = field(default_factory=dict)
 
     @property
@@ -80,11 +72,6 @@ class Scheduler:
     """Queue of waiting sequences, running sequences, and their blocks.
 
     Args:
-        pool: block pool.
-        token_budget: maximum number of tokens of a step.
-        max_sequences: maximum number of running sequences.
-        reuses_prefixes: whether prefix caching is enabled.
-        num_guesses: maximum number of draft tokens of a sequence per step.
         guess: returns draft tokens of a sequence, at most the given number.
     """
 
@@ -108,11 +95,7 @@ class Scheduler:
         return -(-num_tokens // self.pool.block_size)
 
     def add(self, request: Request) -> None:
-        """Add a request.
-
-        Raises:
-            ConfigError: the request could never run, even alone.
-        """
+        """Add a request."""
         tokens = len(request.prompt_ids) + request.max_tokens
         # keys and values of the last token are never needed
         if self.blocks_for(tokens - 1) > self.pool.num_blocks:
@@ -182,10 +165,6 @@ class Scheduler:
         """Apply the results of a step: append tokens, and register full blocks in the prefix cache.
 
         Sequences aborted during the step are skipped. The caller ends finished answers with `finish`.
-
-        Args:
-            step: step from `schedule`.
-            tokens: sampled token for each of its chunks' `samples`; finished sequences may be left out.
         """
         self.counters.guessed += sum(map(len, step.guessed.values()))
         for chunk in step.chunks:
@@ -208,9 +187,7 @@ class Scheduler:
         """Append the token after a draft token, after `commit`, if the draft token equals the sampled one.
 
         Args:
-            sequence: the answer.
             guessed: its state after the draft token, the next in the step's `guessed`.
-            token: token sampled after the draft token.
 
         Returns:
             Whether it was appended; if not, later draft tokens are rejected as well.

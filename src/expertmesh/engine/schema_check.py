@@ -24,13 +24,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 class SchemaCheck:
-    """Check of answers against a schema.
-
-    Args:
-        text: the schema.
-        anchors: JSON pointers of its `$anchor`s.
-        matches: whether a regular expression of the schema is found in a text.
-    """
+    """Check of answers against a schema. `anchors`: JSON pointers of its `$anchor`s."""
 
     def __init__(
         self, text: str, anchors: Mapping[str, str], matches: Callable[[str, str], bool]

@@ -33,11 +33,7 @@ _GROUP = re.compile(r"\?(:|P?<[A-Za-z]\w*>)")
 
 
 def readable_pattern(pattern: str) -> str:
-    """A regular expression that the compiler reads as ECMA-262 does, or more strictly.
-
-    Raises:
-        ValueError: a part has another meaning there, or none; the message names it.
-    """
+    """A regular expression that the compiler reads as ECMA-262 does, or more strictly."""
     if (twice := _POSSESSIVE.search(pattern)) is not None:
         raise ValueError(f"{twice[0]!r} has another meaning elsewhere")
     found, at, inside = [], 0, ""

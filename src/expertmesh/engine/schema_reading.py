@@ -70,25 +70,15 @@ class SchemaError(ValueError):
 
 @dataclass
 class ReadSchema:
-    """Schema that is ready to be compiled.
+    """Schema that is ready to be compiled."""
 
-    Attributes:
-        schema: the rewritten schema.
-        patterns: rewritten regular expressions by given ones.
-        anchors: places of `$anchor` in the given schema, as JSON pointers.
-    """
-
-    schema: Any
-    patterns: dict[str, str] = field(default_factory=dict)
-    anchors: dict[str, str] = field(default_factory=dict)
+    schema: Any  # the rewritten schema
+    patterns: dict[str, str] = field(default_factory=dict)  # rewritten regular expressions by given ones
+    anchors: dict[str, str] = field(default_factory=dict)  # places of `$anchor` in the given schema, as JSON pointers
 
 
 def read_schema(schema: Mapping[str, Any]) -> ReadSchema:
-    """A schema that is ready to be compiled.
-
-    Raises:
-        SchemaError: a keyword's value cannot be kept, by its name.
-    """
+    """A schema that is ready to be compiled."""
     reader = _Reader(str(schema.get("$schema", "")))
     rewritten = reader.read(schema, "#", 0)
     for name in reader.references:
@@ -102,18 +92,12 @@ def read_schema(schema: Mapping[str, Any]) -> ReadSchema:
 
 
 class _Reader:
-    """Walk through all schemas within a schema.
-
-    Attributes:
-        found: what was found.
-        places: JSON pointers of all schemas.
-        references: values of `$ref`.
-    """
+    """Walk through all schemas within a schema."""
 
     def __init__(self, draft: str) -> None:
-        self.found = ReadSchema(None)
-        self.places: set[str] = set()
-        self.references: set[str] = set()
+        self.found = ReadSchema(None)  # what was found
+        self.places: set[str] = set()  # JSON pointers of all schemas
+        self.references: set[str] = set()  # values of `$ref`
         self._is_old = any(old in draft for old in _OLD_DRAFTS)
         self._num_values = 0
 

@@ -11,38 +11,25 @@ class EngineStats:
     """Current state of the engine, and counters.
 
     Attributes:
-        num_running: sequences that hold blocks.
-        num_waiting: waiting sequences.
-        num_blocks: blocks of the cache.
-        num_used_blocks: blocks held by sequences.
-        num_cached_blocks: unused blocks with a known prefix.
-        num_steps: steps so far.
         num_prompt_tokens: prompt tokens that were computed, each once: not when they are computed again after a
             preemption or a change of weights.
-        num_generated_tokens: generated tokens.
-        num_preemptions: preempted sequences.
-        prefix_queries: prompt tokens looked up in the prefix cache, once for a request.
-        prefix_hits: of those, tokens found.
-        num_cached_prompt_tokens: prompt tokens that answers did not compute: found, or computed by another answer to
-            the prompt.
-        num_draft_tokens: draft tokens that were compared with sampled ones.
-        num_accepted_tokens: accepted draft tokens.
     """
 
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_steps: int
+    num_running: int  # sequences that hold blocks
+    num_waiting: int  # waiting sequences
+    num_blocks: int  # blocks of the cache
+    num_used_blocks: int  # blocks held by sequences
+    num_cached_blocks: int  # unused blocks with a known prefix
+    num_steps: int  # steps so far
     num_prompt_tokens: int
     num_generated_tokens: int
-    num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
+    num_preemptions: int  # preempted sequences
+    prefix_queries: int  # prompt tokens looked up in the prefix cache, once for a request
+    prefix_hits: int  # of those, tokens found
+    # prompt tokens that answers did not compute: found, or computed by another answer to the prompt
     num_cached_prompt_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_draft_tokens: int = 0  # draft tokens that were compared with sampled ones
+    num_accepted_tokens: int = 0  # accepted draft tokens
 
 
 def stats_of(scheduler: Scheduler | GroupScheduler, *, steps: int, new_tokens: int) -> EngineStats:

@@ -17,75 +17,44 @@ from expertmesh.ops.sampling import SamplingBatch
 
 @dataclass(frozen=True)
 class BatchChunk:
-    """Tokens of one sequence in a step, as numbers.
-
-    Attributes:
-        ids: token ids.
-        start: position of the first token in the sequence.
-        blocks: block table of the sequence.
-        root: root prefix of the sequence, which identifies its adapter; see `LoadedAdapter`.
-    """
+    """Tokens of one sequence in a step, as numbers."""
 
     ids: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    root: int = ROOT
+    start: int  # position of the first token in the sequence
+    blocks: Sequence[int]  # block table of the sequence
+    root: int = ROOT  # root prefix of the sequence, which identifies its adapter; see `LoadedAdapter`
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Inputs of a step, as numbers.
+    """Inputs of a step, as numbers."""
 
-    Attributes:
-        chunks: chunks whose tokens are concatenated.
-        rows: indices of tokens whose logits are needed.
-        copies: (from, to) blocks that are copied first.
-    """
-
-    chunks: tuple[BatchChunk, ...]
-    rows: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[BatchChunk, ...]  # chunks whose tokens are concatenated
+    rows: tuple[int, ...]  # indices of tokens whose logits are needed
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks that are copied first
 
 
 class Padding(NamedTuple):
-    """Sizes to which a step of one token of each sequence is padded, so that equal shapes are replayed.
+    """Sizes to which a step of one token of each sequence is padded, so that equal shapes are replayed."""
 
-    Attributes:
-        num: sequences, which is also the number of tokens and rows.
-        width: blocks in the block table of a sequence.
-        spare_slot: cache slot that the padding's keys and values are written to.
-    """
-
-    num: int
-    width: int
-    spare_slot: int
+    num: int  # sequences, which is also the number of tokens and rows
+    width: int  # blocks in the block table of a sequence
+    spare_slot: int  # cache slot that the padding's keys and values are written to
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """Inputs of a step on the device of the model; all but `more` are views of `words`.
+    """Inputs of a step on the device of the model; all but `more` are views of `words`."""
 
-    Attributes:
-        ids_T: (T,) token ids.
-        positions_T: (T,) position of each token in its sequence.
-        slots_T: (T,) cache slot of each token.
-        keys: rows, numbers of keys and block table of the sequences.
-        rows_R: (R,) indices of tokens whose logits are needed.
-        sampling: sampling parameters of the rows that are drawn; None: none were given.
-        more: further numbers of the host.
-        words: buffer of the others.
-        padding: sizes to which the step is padded; None: it is not.
-    """
-
-    ids_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    keys: PagedKeys
-    rows_R: Tensor
-    sampling: SamplingBatch | None
-    more: Sequence[Tensor]
-    words: Tensor
-    padding: Padding | None
+    ids_T: Tensor  # (T,) token ids
+    positions_T: Tensor  # (T,) position of each token in its sequence
+    slots_T: Tensor  # (T,) cache slot of each token
+    keys: PagedKeys  # rows, numbers of keys and block table of the sequences
+    rows_R: Tensor  # (R,) indices of tokens whose logits are needed
+    sampling: SamplingBatch | None  # sampling parameters of the rows that are drawn; None: none were given
+    more: Sequence[Tensor]  # further numbers of the host
+    words: Tensor  # buffer of the others
+    padding: Padding | None  # sizes to which the step is padded; None: it is not
     _layout: "_Layout"
 
     @property
@@ -128,21 +97,16 @@ class _Layout(NamedTuple):
 
 def step_tensors(
     batch: StepBatch,
-    block_size: int,
-    device: torch.device,
+    block_size: int,  # tokens of a block
+    device: torch.device,  # device of the model
     *,
-    drawing: SamplingNumbers | None = None,
-    more: Sequence[array] = (),
+    drawing: SamplingNumbers | None = None,  # sampling parameters; padded, if the step is
+    more: Sequence[array] = (),  # further numbers, for `StepTensors.more`
     padding: Padding | None = None,
 ) -> StepTensors:
     """Tensors of a step, copied to the device at once.
 
     Args:
-        batch: the step.
-        block_size: tokens of a block.
-        device: device of the model.
-        drawing: sampling parameters; padded, if the step is.
-        more: further numbers, for `StepTensors.more`.
         padding: sizes to which the step is padded; every chunk has one token, which is a row; there may be none.
     """
     chunks = batch.chunks

@@ -8,25 +8,15 @@ from expertmesh.text.stream import TextStream
 
 
 class AnswerText:
-    """Text of an answer, and detection of stop strings.
-
-    Args:
-        tokenizer: tokenizer of the model; None: no text.
-        stops: strings before which the text ends.
-        kept: special tokens that are written by their names.
-
-    Attributes:
-        text: the text so far.
-        stop: the stop string that has ended it; None: none has.
-    """
+    """Text of an answer, and detection of stop strings."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], kept: Sequence[int] = ()
     ) -> None:
         self._stream = None if tokenizer is None else TextStream(tokenizer, kept)
         self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
-        self.text = ""
-        self.stop: str | None = None
+        self.text = ""  # the text so far
+        self.stop: str | None = None  # the stop string that has ended it; None: none has
         self._first = 0  # stop strings are searched from here on
 
     @property
@@ -38,7 +28,6 @@ class AnswerText:
         """Append a token; a completed stop string ends the text, the earliest one if there are several.
 
         Args:
-            token_id: the token.
             may_stop: whether stop strings are active yet; text before them is never searched.
         """
         if self._stream is not None and not self.is_stopped:

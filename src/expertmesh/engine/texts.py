@@ -15,23 +15,13 @@ from expertmesh.text.format import TextFormat
 
 
 def writer(
-    model: Any,
-    text: TextFormat | None = None,
+    model: Any,  # a `CausalLM`, perhaps sharded by `spread_for_inference`; then every rank must make the same calls
+    text: TextFormat | None = None,  # text format of the model; None: answers have no text
     *,
-    batch_size: int = 32,
-    num_draft_tokens: int = 0,
+    batch_size: int = 32,  # number of answers computed together
+    num_draft_tokens: int = 0,  # draft tokens of the engine, see `EngineConfig`
 ) -> Engine | Lockstep:
-    """Engine, or `Lockstep` for models that the engine does not support.
-
-    Args:
-        model: a `CausalLM`, perhaps sharded by `spread_for_inference`; then every rank must make the same calls.
-        text: text format of the model; None: answers have no text.
-        batch_size: number of answers computed together.
-        num_draft_tokens: draft tokens of the engine, see `EngineConfig`.
-
-    Raises:
-        ConfigError: num_draft_tokens is given for a model that the engine does not support.
-    """
+    """Engine, or `Lockstep` for models that the engine does not support."""
     tokenizer, ends = (None, ()) if text is None else (text.tokenizer, text.end_ids)
     lockstep = Lockstep(model, tokenizer, end_ids=ends, batch_size=batch_size)
     if problem := why_not(model):
@@ -55,48 +45,22 @@ def continue_prompts(
     params: SamplingParams,
     **options: Any,
 ) -> list[RequestOutput]:
-    """Continue several prompts.
-
-    Returns:
-        All outputs of `continued`.
-
-    Raises:
-        ConfigError: see `continued`.
-        CheckpointError: the model's logits are not finite.
-    """
+    """Continue several prompts."""
     return list(continued(model, prompts, params, **options))
 
 
 def continued(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    model: Any,  # see `writer`
+    prompts: Sequence[Sequence[int]],  # token ids, none of them empty
+    params: SamplingParams,  # parameters of all prompts; see `SamplingParams.seed`
     *,
-    text: TextFormat | None = None,
-    batch_size: int = 32,
-    by: Engine | None = None,
-    adapter: str | None = None,
+    text: TextFormat | None = None,  # see `writer`
+    batch_size: int = 32,  # prompts that are continued together; it does not change their random numbers
+    by: Engine | None = None,  # engine of this model; None: a new one
+    adapter: str | None = None,  # adapter of that engine; None: the model alone
 ) -> AnswerIterator[RequestOutput]:
     """Continue several prompts; yields each answer once it and all before it have ended. The model is in evaluation
-    mode meanwhile. Closing or dropping the iterator aborts the others.
-
-    Args:
-        model: see `writer`.
-        prompts: token ids, none of them empty.
-        params: parameters of all prompts; see `SamplingParams.seed`.
-        text: see `writer`.
-        batch_size: prompts that are continued together; it does not change their random numbers.
-        by: engine of this model; None: a new one.
-        adapter: adapter of that engine; None: the model alone.
-
-    Returns:
-        Iterator of one answer per prompt, in order.
-
-    Raises:
-        ConfigError: a prompt is empty or too long, an id is outside the vocabulary, or an option breaks a rule; raised
-            at once, before any computation.
-        CheckpointError: while generating: the model's logits are not finite.
-    """
+    mode meanwhile. Closing or dropping the iterator aborts the others."""
     prompts = ids_of_prompts(prompts, model.vocab_size)
     with evaluating(model):
         answering = by or writer(model, text, batch_size=batch_size)
@@ -128,31 +92,15 @@ def _chosen(adapter: str | None) -> dict[str, Any]:
 
 
 def stream_text(
-    model: Any,
-    prompt: Sequence[int],
+    model: Any,  # see `writer`
+    prompt: Sequence[int],  # token ids, not empty
     params: SamplingParams,
     *,
-    text: TextFormat,
-    by: Engine | None = None,
-    adapter: str | None = None,
+    text: TextFormat,  # text format of the model
+    by: Engine | None = None,  # see `continued`
+    adapter: str | None = None,  # see `continued`
 ) -> AnswerIterator[str]:
-    """Continue a prompt as a stream. Closing or dropping the iterator aborts it.
-
-    Args:
-        model: see `writer`.
-        prompt: token ids, not empty.
-        params: sampling parameters.
-        text: text format of the model.
-        by: see `continued`.
-        adapter: see `continued`.
-
-    Returns:
-        Iterator of nonempty pieces of the continuation, split between characters.
-
-    Raises:
-        ConfigError: see `continued`; raised at once, not at the first token.
-        CheckpointError: the model's logits are not finite; raised while generating.
-    """
+    """Continue a prompt as a stream. Closing or dropping the iterator aborts it."""
     (prompt,) = ids_of_prompts([prompt], model.vocab_size)
     with evaluating(model):
         outputs = (by or writer(model, text, batch_size=1)).stream(
@@ -175,16 +123,7 @@ def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:
 
 
 def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int]:
-    """Tokens of a text to continue, after the model's start tokens.
-
-    Args:
-        text: text format of the model.
-        prompt: a nonempty text.
-        start: whether start tokens are added.
-
-    Raises:
-        ConfigError: the prompt is empty, or not valid text.
-    """
+    """Tokens of a text to continue, after the model's start tokens. `prompt`: a nonempty text."""
     check_text(prompt)
     if not prompt:
         raise ConfigError("prompt='': is empty; give at least one token")

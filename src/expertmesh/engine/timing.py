@@ -14,12 +14,8 @@ class Timing:
     """Times of an answer in seconds of `time.perf_counter`; None: not reached yet.
 
     Attributes:
-        added: its request was added.
         admitted: the first step with its tokens began; for an answer that shares another's prompt, the first step that
             sampled a token for it.
-        first_token: its first token was sampled.
-        last_token: its latest token was sampled.
-        num_preemptions: number of its preemptions.
 
     Example:
         >>> timing = Timing(added=1.0)
@@ -27,10 +23,10 @@ class Timing:
         (None, 3.0, None)
     """
 
-    added: float = field(default_factory=time.perf_counter)
+    added: float = field(default_factory=time.perf_counter)  # its request was added
     admitted: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+    first_token: float | None = None  # its first token was sampled
+    last_token: float | None = None  # its latest token was sampled
     num_preemptions: int = 0
 
     def drew(self, now: float) -> None:
@@ -47,13 +43,7 @@ class Timed(Protocol):
 
 
 def note_begin(step: Step, answers: Mapping[Sequence, Timed], now: float) -> None:
-    """Record the start of a step: its sequences are admitted, preempted ones are counted.
-
-    Args:
-        step: the planned step.
-        answers: timings by sequence; draft states have none.
-        now: time in seconds.
-    """
+    """Record the start of a step: its sequences are admitted, preempted ones are counted."""
     for chunk in step.chunks:
         for sequence in (chunk.sequence, *chunk.samples):
             if sequence in answers and answers[sequence].timing.admitted is None:

@@ -36,9 +36,6 @@ class ExpertMeshLM(TemplateLM):
 
     Args:
         model: the model; the compute dtype is its weights' or autocast's.
-        tokenizer: its tokenizer.
-        end_id: end-of-text token.
-        batch_size: number of sequences at a time.
     """
 
     def __init__(
@@ -139,11 +136,7 @@ class ExpertMeshLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each text until a stop, the end of the text or the maximum number of tokens; each text has its own
-        seed.
-
-        Raises:
-            ConfigError: a generation option is unknown, or leaves no room for the prompt.
-        """
+        seed."""
         found: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
@@ -197,27 +190,18 @@ def evaluate(
     tokenizer: Tokenizer,
     tasks: Sequence[str | Path],
     *,
-    end_id: int,
-    batch_size: int = 8,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
+    end_id: int,  # end-of-text token
+    batch_size: int = 8,  # number of sequences at a time
+    num_fewshot: int | None = None,  # examples before each question; None: as in the task
+    limit: int | None = None,  # maximum number of questions per task; None: all
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness from local files; nothing is downloaded.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
         tasks: YAML task files of lm-evaluation-harness, whose data are local files (relative to the working folder).
-        end_id: end-of-text token.
-        batch_size: number of sequences at a time.
-        num_fewshot: examples before each question; None: as in the task.
-        limit: maximum number of questions per task; None: all.
 
     Returns:
         lm-evaluation-harness' results: "results" by task, "versions", "configs" and more.
-
-    Raises:
-        ConfigError: a file is not a task, or its data are not local.
     """
     for task in tasks:
         check_task(Path(task))

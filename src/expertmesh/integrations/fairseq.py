@@ -41,15 +41,7 @@ class Top1Gate(_Gate):
     """Gate with one expert per token, weighted by its probability (Switch Transformer).
 
     Args:
-        model_dim: size of a token (D).
-        num_experts: E.
-        use_fp32: no effect; the gate always computes in FP32.
-        input_noise_type: None; other values are not supported.
-        capacity_factor: rows per expert as a ratio of the even share, in training.
         moe_eval_capacity_token_fraction: rows per expert in evaluation, as a share of all tokens; 0: as in training.
-
-    Raises:
-        ConfigError: an argument has no counterpart.
 
     Example:
         >>> gate = Top1Gate(64, num_experts=8)
@@ -59,11 +51,11 @@ class Top1Gate(_Gate):
 
     def __init__(
         self,
-        model_dim: int,
-        num_experts: int,
-        use_fp32: bool = False,
-        input_noise_type: str | None = None,
-        capacity_factor: float = 1.0,
+        model_dim: int,  # size of a token (D)
+        num_experts: int,  # E
+        use_fp32: bool = False,  # no effect; the gate always computes in FP32
+        input_noise_type: str | None = None,  # None; other values are not supported
+        capacity_factor: float = 1.0,  # rows per expert as a ratio of the even share, in training
         moe_eval_capacity_token_fraction: float = 0.25,
     ) -> None:
         super().__init__(model_dim, num_experts, moe_eval_capacity_token_fraction, capacity_factor)
@@ -82,18 +74,10 @@ class Top2Gate(_Gate):
     """Gate with two experts per token, and the balance loss of the first choices (GShard).
 
     Args:
-        model_dim: size of a token (D).
-        num_experts: E.
-        use_fp32: no effect; the gate always computes in FP32.
         second_expert_policy: "sampling" (Gumbel noise on the second choice in training) or "all" (the second best);
             "random" is not supported.
         normalize_gate_prob_before_dropping: the two weights sum to one before capacity is applied; False: the kept
             weights do, afterwards.
-        moe_eval_capacity_token_fraction: see `Top1Gate`.
-        batch_prioritized_routing: tokens with the largest weights are served first.
-
-    Raises:
-        ConfigError: an argument has no counterpart.
 
     Example:
         >>> gate = Top2Gate(64, num_experts=8, second_expert_policy="all")
@@ -103,13 +87,13 @@ class Top2Gate(_Gate):
 
     def __init__(
         self,
-        model_dim: int,
-        num_experts: int,
-        use_fp32: bool = False,
+        model_dim: int,  # size of a token (D)
+        num_experts: int,  # E
+        use_fp32: bool = False,  # no effect; the gate always computes in FP32
         second_expert_policy: str = "sampling",
         normalize_gate_prob_before_dropping: bool = False,
-        moe_eval_capacity_token_fraction: float = 0.25,
-        batch_prioritized_routing: bool = False,
+        moe_eval_capacity_token_fraction: float = 0.25,  # see `Top1Gate`
+        batch_prioritized_routing: bool = False,  # tokens with the largest weights are served first
     ) -> None:
         super().__init__(model_dim, num_experts, moe_eval_capacity_token_fraction, 1.0)
         if second_expert_policy not in ("sampling", "all"):
@@ -131,15 +115,8 @@ class MOELayer(nn.Module):
     dicts have fairseq's names, `gate.wg.weight` and `experts.0...` for this rank's experts.
 
     Args:
-        gate: a `Top1Gate` or `Top2Gate`.
         experts: nn.ModuleList of this rank's experts; each maps (n, D) to (n, D), or to a tuple whose first entry is
             (n, D).
-        args: ignored.
-        group: process group that shares the experts; None: torch's default group if it is initialised.
-        all2all_group: ignored; tokens are exchanged in `group`.
-
-    Raises:
-        ConfigError: gate and experts do not fit.
 
     Example:
         >>> experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(8))
@@ -148,11 +125,11 @@ class MOELayer(nn.Module):
 
     def __init__(
         self,
-        gate: nn.Module,
+        gate: nn.Module,  # a `Top1Gate` or `Top2Gate`
         experts: nn.ModuleList | nn.Module,
-        args: Any = None,
-        group: Any = None,
-        all2all_group: Any = None,
+        args: Any = None,  # ignored
+        group: Any = None,  # process group that shares the experts; None: torch's default group if it is initialised
+        all2all_group: Any = None,  # ignored; tokens are exchanged in `group`
     ) -> None:
         super().__init__()
         if not isinstance(gate, _Gate):
@@ -218,9 +195,6 @@ class MOELayer(nn.Module):
 
         Returns:
             The output, of the input's shape, and the balance loss, 1.0 for uniform routing.
-
-        Raises:
-            ConfigError: the arguments do not fit the layer.
         """
         if len(input) != 1:
             raise ConfigError(f"{len(input)} inputs: must be one; give one tensor")

@@ -72,7 +72,8 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, starts_ptr, num_sequences, BINS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence of a tile: the tiles of sequence b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers of queries."""
+    """Sequence of a tile: the tiles of sequence b begin at starts[b] // BLOCK_Q + b, room for all, whatever the numbers
+    of queries."""
     bins = tl.arange(0, BINS)
     inside = bins < num_sequences
     first_tiles = tl.load(starts_ptr + bins, mask=inside, other=0) // BLOCK_Q + bins
@@ -150,7 +151,8 @@ def _attend(
     BLOCK_V: tl.constexpr,
     REST_V: tl.constexpr,
 ):
-    """Attend with a tile of queries and query heads; with parts_ptr to one part of the keys, whose result is kept there."""
+    """Attend with a tile of queries and query heads; with parts_ptr to one part of the keys, whose result is kept
+    there."""
     tile, part_id = tl.program_id(0), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     key_head = (tl.program_id(1) // head_blocks).to(tl.int64)
@@ -176,9 +178,7 @@ def _attend(
     q_rows = q_ptr + t * q_stride_t + head * q_stride_h
     q = row
     if BLOCK_D >= DIM:
-        q = tl.load(
-            q_rows[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0
-        )
+        q = tl.load(q_rows[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
     if REST_V > 0:
         v_rest = BLOCK_V + tl.arange(0, REST_V)
     most = tl.full((BLOCK_Q * BLOCK_G,), float("-inf"), tl.float32)
@@ -229,14 +229,10 @@ def _attend(
             if REST_V > 0:
                 is_rest = is_key[:, None] & (v_rest < SIZE)[None, :]
                 rest = tl.load(values[:, None] + v_rest[None, :], mask=is_rest, other=0.0)
-                own_rest = tl.dot(
-                    rounded, rest, own_rest * before[:, None], input_precision=PRECISION
-                )
+                own_rest = tl.dot(rounded, rest, own_rest * before[:, None], input_precision=PRECISION)
             own_most = new_most
         if parts_ptr is None:
-            most, total, y, y_rest = _merge(
-                most, total, y, y_rest, own_most, own_total, own, own_rest, REST_V
-            )
+            most, total, y, y_rest = _merge(most, total, y, y_rest, own_most, own_total, own, own_rest, REST_V)
         else:
             most, total, y, y_rest = own_most, own_total, own, own_rest
     if parts_ptr is None:
@@ -331,32 +327,22 @@ def in_two(size: int) -> tuple[int, int]:
 
 
 def attend(
-    q_THd: Tensor,
-    k_NShd: Tensor,
-    v_NShd: Tensor,
-    starts: Tensor,
-    num_keys_B: Tensor,
-    table_BN: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    q_THd: Tensor,  # (T, H, d) queries, BF16, FP16 or FP32; the last axis of all three is contiguous
+    k_NShd: Tensor,  # (pages, page size, heads, d) keys
+    v_NShd: Tensor,  # (pages, page size, heads, n) values
+    starts: Tensor,  # (B + 1,) int64 first rows
+    num_keys_B: Tensor,  # (B,) int64 keys
+    table_BN: Tensor,  # (B, N) int64 pages
+    sinks_H: Tensor | None,  # (H,) sinks
+    window: int | None,  # keys of the window
+    chunk: int | None,  # positions of a chunk
+    softcap: float | None,  # the soft cap
     *,
     side_by_side: bool | None = None,
 ) -> Tensor:
     """Compute the attention, (T, H, n); does not synchronise.
 
     Args:
-        q_THd: (T, H, d) queries, BF16, FP16 or FP32; the last axis of all three is contiguous.
-        k_NShd: (pages, page size, heads, d) keys.
-        v_NShd: (pages, page size, heads, n) values.
-        starts: (B + 1,) int64 first rows.
-        num_keys_B: (B,) int64 keys.
-        table_BN: (B, N) int64 pages.
-        sinks_H: (H,) sinks.
-        window: keys of the window.
-        chunk: positions of a chunk.
-        softcap: the soft cap.
         side_by_side: whether programs compute the parts side by side; None: as fills the GPU. Bits are the same.
     """
     (T, H, d), (_, page, heads, n), B = q_THd.shape, v_NShd.shape, len(num_keys_B)

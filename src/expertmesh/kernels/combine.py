@@ -71,7 +71,6 @@ def sum_rows(y_RD: Tensor, bound: Tensor | int, row_of_slot_N: Tensor, top_k: in
         y_RD: (R, D) rows of any floating-point dtype. Rows from the bound on may hold anything.
         bound: number of live rows, an int or a tensor of one int32 on the device.
         row_of_slot_N: (T * K,) int32; slots whose row is not below the bound are left out.
-        top_k: K.
 
     Returns:
         (T, D) in the dtype of y, summed in FP32 (FP64 for FP64) in the order of j. Does not synchronise.

@@ -17,28 +17,17 @@ from expertmesh.kernels.route_metadata import tile_table
 
 @dataclass(frozen=True)
 class Rows:
-    """Sorted rows and their division into tiles.
+    """Sorted rows and their division into tiles."""
 
-    Attributes:
-        offsets_E: (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1]).
-        token_of_row_N: (R,) int32, the token of each row.
-        slot_of_row_N: (R,) int32, the slot of each row.
-        tile_expert: int32, the expert of each tile.
-        tile_row: int32, the first row of each tile.
-        num_tiles: (1,) int32, the number of used tiles.
-    """
-
-    offsets_E: Tensor
-    token_of_row_N: Tensor
-    slot_of_row_N: Tensor
-    tile_expert: Tensor
-    tile_row: Tensor
-    num_tiles: Tensor
+    offsets_E: Tensor  # (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1])
+    token_of_row_N: Tensor  # (R,) int32, the token of each row
+    slot_of_row_N: Tensor  # (R,) int32, the slot of each row
+    tile_expert: Tensor  # int32, the expert of each tile
+    tile_row: Tensor  # int32, the first row of each tile
+    num_tiles: Tensor  # (1,) int32, the number of used tiles
 
     @staticmethod
-    def cut(
-        offsets_E: Tensor, token_of_row_N: Tensor, slot_of_row_N: Tensor, block_m: int
-    ) -> "Rows":
+    def cut(offsets_E: Tensor, token_of_row_N: Tensor, slot_of_row_N: Tensor, block_m: int) -> "Rows":
         """Cut every expert's rows into tiles of block_m rows; one launch, no synchronisation."""
         table = tile_table(offsets_E, token_of_row_N.shape[0], block_m)
         return Rows(offsets_E, token_of_row_N, slot_of_row_N, *table)
@@ -60,17 +49,9 @@ class Rows:
         return self.tile_expert.shape[0]
 
 
-def hidden_descriptor(
-    h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
-) -> Any:
-    """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the columns.
-
-    Args:
-        h_RH: (R, G * F).
-        num_branches: G.
-        block: rows and hidden units written at once.
-        interleaved: whether gate and up alternate.
-    """
+def hidden_descriptor(h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool) -> Any:
+    """Make a tensor descriptor of H or dH as (rows, branches, columns); interleaved branches are one of twice the
+    columns."""
     rows, units = block
     if interleaved:
         return create_ragged_descriptor(h_RH[:, None], [rows, 1, 2 * units])
@@ -79,7 +60,8 @@ def hidden_descriptor(
 
 @triton.jit
 def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
-    """Compute row tile and column tile of a tile index: GROUP_M row tiles, then the next column, so that weights stay in L2."""
+    """Compute row tile and column tile of a tile index: GROUP_M row tiles, then the next column, so that weights stay
+    in L2."""
     group = index // (GROUP_M * num_n)
     rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
     within = index % (GROUP_M * num_n)
@@ -102,7 +84,8 @@ def rows_from(first, end, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def unit_of_column(n, G: tl.constexpr, UNITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute hidden unit and branch of each column of a tile that begins at unit n; UNITS columns of a branch are adjacent."""
+    """Compute hidden unit and branch of each column of a tile that begins at unit n; UNITS columns of a branch are
+    adjacent."""
     column = tl.arange(0, BLOCK_N * G)
     return n + column // (G * UNITS) * UNITS + column % UNITS, column // UNITS % G
 
@@ -184,8 +167,7 @@ def product(
 @triton.jit
 def round_pairs(x):
     """Convert FP32 to BF16 by a packed NVIDIA instruction, two numbers each: Triton's conversion of single numbers
-    waits for the special function unit if FP32 is still needed.
-    """
+    waits for the special function unit if FP32 is still needed."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;",
         "=r,f,f",
@@ -198,7 +180,8 @@ def round_pairs(x):
 
 @triton.jit
 def sigmoid(h):
-    """Compute 1 / (1 + exp(-h)) in FP32 by exp2 and rsqrt, because exp and a division each rescale numbers below 2**-126."""
+    """Compute 1 / (1 + exp(-h)) in FP32 by exp2 and rsqrt, because exp and a division each rescale numbers below
+    2**-126."""
     root = tl.rsqrt(1.0 + tl.exp2(h * -1.4426950408889634))
     return root * root
 

@@ -27,15 +27,11 @@ from triton.runtime.jit import JITFunction
 _LOCK = threading.Lock()
 
 
-def interpret(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Run a kernel on CPU tensors with NumPy, one program after another; slow, for tests and debugging.
 
     Args:
         kernel: a `@triton.jit` function, made with or without TRITON_INTERPRET.
-        grid: up to three numbers of programs.
-        args: positional arguments.
         options: keyword arguments; unknown ones (num_warps, ...) are ignored.
     """
     named = {name: value for name, value in options.items() if name in kernel.arg_names}
@@ -44,8 +40,7 @@ def interpret(
     with _LOCK, _interpreted_language():
         run = _rewritten(kernel)
         values = {
-            name: value if name in constants else interpreter._implicit_cvt(value)
-            for name, value in values.items()
+            name: value if name in constants else interpreter._implicit_cvt(value) for name, value in values.items()
         }
         size = (*grid, 1, 1)[:3]
         interpreter.interpreter_builder.set_grid_dim(*size)

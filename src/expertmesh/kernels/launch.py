@@ -13,12 +13,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     CPU tensors use Triton's interpreter, whatever TRITON_INTERPRET was when Triton was imported. Kernels are
     interpreted and compiled in the same process without side effects on other code. An empty grid launches nothing.
-
-    Args:
-        kernel: a `@triton.jit` function.
-        grid: up to three numbers of programs.
-        args: positional arguments, at least one a tensor.
-        options: keyword arguments of the kernel, and num_warps, num_stages, ...
     """
     if 0 in grid:
         return

@@ -18,7 +18,8 @@ _NEAR = 2.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of the file: `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes; other attributes as in the file."""
+    """Entry of the file: `tiles` by the GEMM's name in `LaunchConfig`, then by `Tile`'s attributes; other attributes as
+    in the file."""
 
     rows_per_expert: float
     dim: int
@@ -61,8 +62,7 @@ def nearest(
     fitting = [
         entry
         for entry in entries(file).get(arch, ())
-        if (entry.dim, entry.hidden_dim, entry.num_branches, entry.dtype)
-        == (dim, hidden_dim, num_branches, dtype)
+        if (entry.dim, entry.hidden_dim, entry.num_branches, entry.dtype) == (dim, hidden_dim, num_branches, dtype)
         and distance(entry) <= _NEAR
     ]
     return min(fitting, key=distance, default=None)

@@ -260,33 +260,20 @@ def _routing_weight_grad(
 
 
 def hidden_grad(
-    grad_TD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    h_RH: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
+    grad_TD: Tensor,  # (T, D) gradient of the output, contiguous
+    w_out_EDF: Tensor,  # (E, D, F), contiguous
+    weights_TK: Tensor,  # routing weights, contiguous
+    h_RH: Tensor,  # (R, G * F) from `moe_forward.up`
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes
     *,
-    inner: str,
-    interleaved: bool,
-    need_a: bool,
-    need_h: bool,
-    need_weights: bool,
+    inner: str,  # the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu
+    interleaved: bool,  # whether gate and up alternate in H
+    need_a: bool,  # whether to compute A'
+    need_h: bool,  # whether to compute dH
+    need_weights: bool,  # whether to compute the partial sums for `routing_weight_grad`
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute dO W_out with the backward of the activation in its epilogue.
-
-    Args:
-        grad_TD: (T, D) gradient of the output, contiguous.
-        w_out_EDF: (E, D, F), contiguous.
-        weights_TK: routing weights, contiguous.
-        h_RH: (R, G * F) from `moe_forward.up`.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes.
-        inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
-        interleaved: whether gate and up alternate in H.
-        need_a: whether to compute A'.
-        need_h: whether to compute dH.
-        need_weights: whether to compute the partial sums for `routing_weight_grad`.
 
     Returns:
         A' (R, F), dH like H, partial (column tiles, R) FP32; unneeded results are None. Rows behind the last live one
@@ -317,9 +304,7 @@ def hidden_grad(
         _hidden_grad,
         grid,
         grad_TD,
-        TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n])
-        if config.tma
-        else w_out_EDF,
+        TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n]) if config.tma else w_out_EDF,
         weights_TK,
         h_RH,
         rows.token_of_row_N,
@@ -348,23 +333,14 @@ def hidden_grad(
 
 
 def routing_weight_grad(
-    partial: Tensor,
-    grad_TD: Tensor,
-    b_out_ED: Tensor | None,
+    partial: Tensor,  # partial sums from `hidden_grad`
+    grad_TD: Tensor,  # (T, D) gradient of the output, contiguous
+    b_out_ED: Tensor | None,  # (E, D) or None
     weights_TK: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes
 ) -> Tensor:
-    """Compute the gradient of the routing weights, (T, K) in their dtype; 0 for dead slots. Does not synchronise.
-
-    Args:
-        partial: partial sums from `hidden_grad`.
-        grad_TD: (T, D) gradient of the output, contiguous.
-        b_out_ED: (E, D) or None.
-        weights_TK: the routing weights.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes.
-    """
+    """Compute the gradient of the routing weights, (T, K) in their dtype; 0 for dead slots. Does not synchronise."""
     out = torch.zeros(weights_TK.shape, dtype=weights_TK.dtype, device=weights_TK.device)
     launch(
         _routing_weight_grad,

@@ -74,7 +74,8 @@ def _up(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of half height."""
+    """Compute H and A' of all rows; h or a may be None. h_low and a_low are the same tensors as pointers, for tiles of
+    half height."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     HALF: tl.constexpr = BLOCK_M // 2
@@ -171,7 +172,8 @@ def _store_hidden(
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of registers."""
+    """Add the bias to a tile of H; store H and A'. Recurses by halves down to CHUNK_N hidden units, because of
+    registers."""
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
@@ -302,9 +304,7 @@ def _rows_tile(
         store_rows(y, total, row, live, first, end, n, N, RAGGED)
 
 
-def row_options(
-    config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int
-) -> tuple[tuple[int], dict[str, Any]]:
+def row_options(config: LaunchConfig, tile: Tile, rows: Rows, n: int, k: int) -> tuple[tuple[int], dict[str, Any]]:
     """Grid, constants and launch options of a GEMM over routed rows with n columns and a sum over k."""
     bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
     return (min(config.num_programs * tile.programs, bound),), {
@@ -330,29 +330,18 @@ def low(value: Any, tile: Tile) -> Any:
 
 
 def up(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    b_in_EGF: Tensor | None,
-    weights_TK: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
+    x_TD: Tensor,  # (T, D) tokens, contiguous
+    w_in_EGFD: Tensor,  # (E, G, F, D), contiguous or interleaved (see `is_interleaved`)
+    b_in_EGF: Tensor | None,  # (E, G, F) stored like w_in, or None
+    weights_TK: Tensor,  # (T, K) routing weights, contiguous
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes
     *,
-    inner: str,
-    store_h: bool,
-    store_a: bool,
+    inner: str,  # the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu
+    store_h: bool,  # whether to store H
+    store_a: bool,  # whether to store A'
 ) -> tuple[Tensor, Tensor]:
     """Compute the first GEMM and the activation.
-
-    Args:
-        x_TD: (T, D) tokens, contiguous.
-        w_in_EGFD: (E, G, F, D), contiguous or interleaved (see `is_interleaved`).
-        b_in_EGF: (E, G, F) stored like w_in, or None.
-        weights_TK: (T, K) routing weights, contiguous.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes.
-        inner: the point-wise function in the activation: silu, gelu, relu, relu2 or clamped_silu.
-        store_h: whether to store H.
-        store_a: whether to store A'.
 
     Returns:
         H (R, G * F), its columns in the order of w_in in memory, and A' = s * act(H) (R, F); unneeded results have no
@@ -416,27 +405,17 @@ def up(
 
 
 def rows_times_weights(
-    a_RK: Tensor,
-    w: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
-    tile: Tile,
+    a_RK: Tensor,  # (R, K) rows, contiguous
+    w: Tensor,  # (E, N, K) if transposed, else (E, K, N), contiguous
+    rows: Rows,  # sorted rows, cut into tiles of config.block_m
+    config: LaunchConfig,  # tile sizes and precision
+    tile: Tile,  # config.down or config.input_grad
     *,
-    transposed: bool,
-    b_out_ED: Tensor | None = None,
-    weights_TK: Tensor | None = None,
+    transposed: bool,  # whether to multiply by the transposed matrix
+    b_out_ED: Tensor | None = None,  # (E, N) bias, scaled by the routing weight, or None
+    weights_TK: Tensor | None = None,  # routing weights, needed with b_out
 ) -> Tensor:
     """Multiply every row by its expert's matrix.
-
-    Args:
-        a_RK: (R, K) rows, contiguous.
-        w: (E, N, K) if transposed, else (E, K, N), contiguous.
-        rows: sorted rows, cut into tiles of config.block_m.
-        config: tile sizes and precision.
-        tile: config.down or config.input_grad.
-        transposed: whether to multiply by the transposed matrix.
-        b_out_ED: (E, N) bias, scaled by the routing weight, or None.
-        weights_TK: routing weights, needed with b_out.
 
     Returns:
         (R, N) in the dtype of a; rows behind the last live one are not written. Does not synchronise.

@@ -31,7 +31,7 @@ def _rows_transposed(
     end_ptr,
     expert_ptr,
     place_ptr,
-    num_pieces_ptr,
+    count_ptr,
     work_ptr,
     out_ptr,
     num_experts,
@@ -56,7 +56,7 @@ def _rows_transposed(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     per_expert = num_m * num_n
-    num_sums = num_experts if work_ptr is None else tl.load(num_pieces_ptr)
+    num_sums = num_experts if work_ptr is None else tl.load(count_ptr)
     for tile in tl.range(tl.program_id(0), num_sums * per_expert, tl.num_programs(0)):
         e = tile // per_expert
         tile_m, tile_n = tile_place(tile % per_expert, num_m, num_n, GROUP_M)
@@ -190,7 +190,8 @@ def _gather_rows(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _gather_columns(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a block of rows transposed, like `_gather_rows`. By transposed pointers, because sm_80 copies asynchronously only then."""
+    """Load a block of rows transposed, like `_gather_rows`. By transposed pointers, because sm_80 copies asynchronously
+    only then."""
     columns = column + tl.arange(0, BLOCK)
     mask = live[None, :] if EVEN else live[None, :] & (columns < width)[:, None]
     return tl.load(source + row[None, :] * width + columns[:, None], mask=mask, other=0.0)
@@ -237,28 +238,17 @@ def _sum_columns(
 
 
 def weight_grad(
-    dense_RM: Tensor,
-    source_TN: Tensor,
-    rows: Rows,
-    config: LaunchConfig,
-    tile: Tile,
+    dense_RM: Tensor,  # (R, ...) rows in order: A' or dH, contiguous
+    source_TN: Tensor,  # (T, ...) tokens: dO or x, contiguous
+    rows: Rows,  # sorted rows, with or without tiles
+    config: LaunchConfig,  # precision, and whether to use descriptors
+    tile: Tile,  # config.w_in_grad or config.w_out_grad
     *,
-    gathered_rows: bool,
-    out: Tensor,
-    accumulate: bool = False,
+    gathered_rows: bool,  # whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in)
+    out: Tensor,  # (E, M, N) in memory order, contiguous, any floating-point dtype; every element is written
+    accumulate: bool = False,  # add to `out` instead
 ) -> None:
-    """Write or add, for each expert, the sum over its rows of outer products of A' and dO, or of dH and x.
-
-    Args:
-        dense_RM: (R, ...) rows in order: A' or dH, contiguous.
-        source_TN: (T, ...) tokens: dO or x, contiguous.
-        rows: sorted rows, with or without tiles.
-        config: precision, and whether to use descriptors.
-        tile: config.w_in_grad or config.w_out_grad.
-        gathered_rows: whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in).
-        out: (E, M, N) in memory order, contiguous, any floating-point dtype; every element is written.
-        accumulate: add to `out` instead.
-    """
+    """Write or add, for each expert, the sum over its rows of outer products of A' and dO, or of dH and x."""
     num_experts = rows.offsets_E.shape[0] - 1
     widths = (source_TN.shape[1], dense_RM.shape[1])
     M, N = widths if gathered_rows else widths[::-1]
@@ -269,7 +259,7 @@ def weight_grad(
             out.zero_()
         return
     block = tile.block_n if gathered_rows else tile.block_m
-    p = _pieces(rows, config, tile, M, N)
+    p = _split(rows, config, tile, M, N)
     num_sums = num_experts if p is None else p.start.shape[0]
     tiles = num_sums * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     num_programs = min(config.num_programs * tile.programs, tiles)
@@ -303,7 +293,7 @@ def weight_grad(
         add(p, out, accumulate=accumulate)
 
 
-def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
+def _split(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pieces | None:
     """Cut experts with many rows into pieces; None if one expert's tiles keep the GPU busy, or rows are few."""
     most = config.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
     if most < 2:
@@ -315,24 +305,15 @@ def _pieces(rows: Rows, config: LaunchConfig, tile: Tile, M: int, N: int) -> Pie
 
 
 def bias_grad(
-    source: Tensor,
-    rows: Rows,
+    source: Tensor,  # (R, N) rows, or (T, N) tokens if gathered; contiguous
+    rows: Rows,  # sorted rows
     *,
-    out: Tensor,
-    gathered: bool,
-    weights_TK: Tensor | None = None,
-    accumulate: bool = False,
+    out: Tensor,  # (E, N) contiguous; every element is written
+    gathered: bool,  # whether source holds tokens
+    weights_TK: Tensor | None = None,  # routing weights to multiply by, or None
+    accumulate: bool = False,  # add to `out` instead
 ) -> None:
-    """Write or add the sum of an expert's rows: db_in from dH, or db_out from s * gather(dO).
-
-    Args:
-        source: (R, N) rows, or (T, N) tokens if gathered; contiguous.
-        rows: sorted rows.
-        out: (E, N) contiguous; every element is written.
-        gathered: whether source holds tokens.
-        weights_TK: routing weights to multiply by, or None.
-        accumulate: add to `out` instead.
-    """
+    """Write or add the sum of an expert's rows: db_in from dH, or db_out from s * gather(dO)."""
     num_experts, width = out.shape
     launch(
         _sum_columns,

@@ -56,7 +56,8 @@ def _quantized_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out[row, n] = sum over k of x[row, k] W[e, n, k] with scaled numbers of W; FP8 blocks start anew every F rows."""
+    """Compute out[row, n] = sum over k of x[row, k] W[e, n, k] with scaled numbers of W; FP8 blocks start anew every F
+    rows."""
     m = tl.program_id(0)
     if m >= tl.load(num_tiles_ptr):
         return
@@ -104,14 +105,7 @@ def _quantized_product(
 
 
 def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict[str, Any]:
-    """Tile sizes of a launch, from shapes only.
-
-    Args:
-        format: int8, int4 or fp8.
-        K: number of columns of a matrix.
-        num_groups: number of scales in a row of the matrix.
-        rows_per_expert: mean number of rows per expert.
-    """
+    """Tile sizes of a launch, from shapes only. `format`: int8, int4 or fp8."""
     rows = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
     columns = min(64, K // num_groups) if format == "int4" else 64
     warps = 8 if rows == 64 else 4
@@ -119,27 +113,17 @@ def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict
 
 
 def grouped_product(
-    x: Tensor,
-    w_ENK: Tensor,
-    scales: Tensor,
-    rows: Rows,
+    x: Tensor,  # (R, K) rows, or (T, K) tokens if `gather`; contiguous, BF16, FP16 or FP32
+    w_ENK: Tensor,  # (E, N, K) int8 or float8_e4m3fn, or (E, N, K / 2) uint8 of int4; contiguous
+    scales: Tensor,  # (E, N, groups), for FP8 (E, branches, blocks of rows, blocks of columns); contiguous
+    rows: Rows,  # sorted rows, cut into tiles of block["BLOCK_M"]
     *,
-    format: str,
-    gather: bool,
-    rows_per_branch: int,
-    block: dict[str, Any],
+    format: str,  # int8, int4 or fp8
+    gather: bool,  # whether x holds tokens
+    rows_per_branch: int,  # rows of W per branch, after which FP8 blocks start anew
+    block: dict[str, Any],  # result of `block_of`
 ) -> Tensor:
     """Multiply sorted rows by the transposed matrix of their expert.
-
-    Args:
-        x: (R, K) rows, or (T, K) tokens if `gather`; contiguous, BF16, FP16 or FP32.
-        w_ENK: (E, N, K) int8 or float8_e4m3fn, or (E, N, K / 2) uint8 of int4; contiguous.
-        scales: (E, N, groups), for FP8 (E, branches, blocks of rows, blocks of columns); contiguous.
-        rows: sorted rows, cut into tiles of block["BLOCK_M"].
-        format: int8, int4 or fp8.
-        gather: whether x holds tokens.
-        rows_per_branch: rows of W per branch, after which FP8 blocks start anew.
-        block: result of `block_of`.
 
     Returns:
         (R, N) in FP32; rows behind the last expert's are not written.

@@ -219,9 +219,7 @@ def route_metadata(
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=ids_N.device)
 
-    offsets, token_of_row, slot_of_row, row_of_slot = (
-        empty(n) for n in (E + 1, num_rows, num_rows, num_slots)
-    )
+    offsets, token_of_row, slot_of_row, row_of_slot = (empty(n) for n in (E + 1, num_rows, num_rows, num_slots))
     rows = (token_of_row, slot_of_row, row_of_slot)
     sizes = {"E": E, "BINS": max(next_power_of_2(E + 1), _MIN_BINS)}
     sizes["num_warps"] = 8 if sizes["BINS"] > TILE else 4
@@ -249,7 +247,8 @@ def route_metadata(
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Upper bound on the number of tiles of block_m rows for num_rows rows of num_experts experts, without their counts."""
+    """Upper bound on the number of tiles of block_m rows for num_rows rows of num_experts experts, without their
+    counts."""
     return num_rows // block_m + min(num_experts, num_rows)
 
 
@@ -258,7 +257,6 @@ def tile_table(offsets_E: Tensor, num_rows: int, block_m: int) -> tuple[Tensor, 
 
     Args:
         offsets_E: (E + 1,) int32, as in `ops.RouteMetadata`, E up to MAX_EXPERTS.
-        num_rows: R, static bound on the number of rows.
         block_m: rows per tile; an expert's last tile may have fewer.
 
     Returns:

@@ -87,7 +87,8 @@ def _split_product(
 
 
 def split(tensor: Tensor, num_parts: int) -> Tensor:
-    """Split an FP32 tensor into (parts, ...) BF16 numbers that sum to it: exactly with three, to 16 bits with two. One launch."""
+    """Split an FP32 tensor into (parts, ...) BF16 numbers that sum to it: exactly with three, to 16 bits with two. One
+    launch."""
     tensor = tensor.contiguous()
     size = tensor.numel()
     # parts are a multiple of 16 numbers apart, so that another number of tokens compiles no new kernel
@@ -102,7 +103,8 @@ def split(tensor: Tensor, num_parts: int) -> Tensor:
 
 
 def _strides(factor: Tensor) -> tuple[int, ...]:
-    """Strides of a factor in parts; 0 between parts if there is one, because that stride would depend on the number of tokens."""
+    """Strides of a factor in parts; 0 between parts if there is one, because that stride would depend on the number of
+    tokens."""
     part, *others = factor.stride()
     return (part if factor.shape[0] > 1 else 0, *others)
 
@@ -151,9 +153,7 @@ def logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     return _product(x_TD.contiguous()[None], parts_ZDE, dtype=torch.float32, long_sum=False)
 
 
-def gradients(
-    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, *, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
+def gradients(grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, *, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
     """Compute the gradients of tokens and weights from the gradient of the logits; unneeded ones are empty.
 
     Args:

@@ -93,31 +93,19 @@ def _add_pieces(
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of rows that are summed separately, and the workspace for pieces of split experts.
+    """Pieces of rows that are summed separately, and the workspace for pieces of split experts."""
 
-    Attributes:
-        start: first row of every piece, int32; E + most entries. Piece e < E belongs to expert e.
-        end: last row + 1 of every piece.
-        expert: expert of every piece.
-        place: index of the piece's sum in the workspace; -1 for an expert's only piece, whose sum goes to the gradient.
-        num_pieces: (1,) number of used pieces.
-        split_expert: experts with several pieces.
-        split_place: place of each split expert's first piece.
-        split_count: number of pieces of each split expert.
-        num_split: (1,) number of split experts.
-        work: (2 * most - 1, M, N) FP32 workspace.
-    """
-
-    start: Tensor
-    end: Tensor
-    expert: Tensor
+    start: Tensor  # first row of every piece, int32; E + most entries. Piece e < E belongs to expert e.
+    end: Tensor  # last row + 1 of every piece
+    expert: Tensor  # expert of every piece
+    # index of the piece's sum in the workspace; -1 for an expert's only piece, whose sum goes to the gradient
     place: Tensor
-    num_pieces: Tensor
-    split_expert: Tensor
-    split_place: Tensor
-    split_count: Tensor
-    num_split: Tensor
-    work: Tensor
+    num_pieces: Tensor  # (1,) number of used pieces
+    split_expert: Tensor  # experts with several pieces
+    split_place: Tensor  # place of each split expert's first piece
+    split_count: Tensor  # number of pieces of each split expert
+    num_split: Tensor  # (1,) number of split experts
+    work: Tensor  # (2 * most - 1, M, N) FP32 workspace
 
 
 def rows_of_pieces(num_rows: int, most: int, fewest_rows: int, block_k: int) -> int:
@@ -130,13 +118,6 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
 
     With S = ceil(num_rows / piece_rows), fewer than S experts have more than piece_rows rows, and they need at most
     2 S - 1 places: rows / piece_rows each, rounded up.
-
-    Args:
-        offsets_E: (E + 1,) int32, E up to `route_metadata.MAX_EXPERTS`.
-        piece_rows: maximum number of rows of a piece.
-        num_rows: R, bound on the number of rows.
-        M: number of rows of a weight.
-        N: number of columns of a weight.
     """
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)
@@ -162,9 +143,7 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
         num_warps=4,
     )
     work = torch.empty(2 * most - 1, M, N, dtype=torch.float32, device=offsets_E.device)
-    return Pieces(
-        start, end, expert, place, num_pieces, split[0], split[1], split[2], split[3], work
-    )
+    return Pieces(start, end, expert, place, num_pieces, split[0], split[1], split[2], split[3], work)
 
 
 def add(pieces: Pieces, out: Tensor, *, accumulate: bool) -> None:

@@ -20,23 +20,16 @@ GEMMS = (*OVER_ROWS, *WEIGHT_GRADS)
 
 @dataclass(frozen=True)
 class Table:
-    """Changes of a table relative to the default one.
+    """Changes of a table relative to the default one."""
 
-    Attributes:
-        rows: attributes of `Tile` for the GEMMs over routed rows.
-        weights: attributes of `Tile` for the weight gradients.
-        only: attributes of `Tile` for single GEMMs; they override `rows` and `weights`.
-        columns: maximum number of columns of the accumulator, both branches together; None: the default.
-        hidden_columns: maximum for `hidden_grad`, whose epilogue also holds H and both gradients.
-        leaves_low: whether tiles with fewer than 128 rows stay unchanged.
-    """
-
-    rows: dict[str, Any] = field(default_factory=dict)
-    weights: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)  # attributes of `Tile` for the GEMMs over routed rows
+    weights: dict[str, Any] = field(default_factory=dict)  # attributes of `Tile` for the weight gradients
+    # attributes of `Tile` for single GEMMs; they override `rows` and `weights`
     only: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # maximum number of columns of the accumulator, both branches together; None: the default
     columns: int | None = None
-    hidden_columns: int = 128
-    leaves_low: bool = True
+    hidden_columns: int = 128  # maximum for `hidden_grad`, whose epilogue also holds H and both gradients
+    leaves_low: bool = True  # whether tiles with fewer than 128 rows stay unchanged
 
     def changes(self, gemm: str, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
         """Changes in a GEMM's tile of this size, by attributes of `Tile`; {} if there are none."""
@@ -71,9 +64,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "direct-stores": Table(_DIRECT, leaves_low=False),
         "3-stages": Table({"num_stages": 3}),
         # a step of 128 x 128 reads 64 bytes per clock from L2, a step of 128 x 256 reads 48
-        "wide-hidden": Table(
-            only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False
-        ),
+        "wide-hidden": Table(only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False),
         "half-columns": Table({"num_warps": 8}, {"num_warps": 8}, columns=128),
         "half-rows": Table({"block_m": 64, "tails": False}),
     }
@@ -82,7 +73,8 @@ TABLES: dict[str, dict[str, Table]] = {
     "gfx942": _GROUPS,
     "interpreter": {"low-tails": Table({"tails": True}, leaves_low=False)} | _GROUPS,
 }
-"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by descriptor."""
+"""Tables by architecture and name, beside the default one; `direct-stores` is Hopper's table without stores by
+descriptor."""
 
 
 def names(arch: str) -> tuple[str, ...]:
@@ -100,27 +92,11 @@ def selected() -> str:
     return os.environ.get(FLAG, "") or DEFAULT
 
 
-def changes(
-    arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int
-) -> dict[str, Any]:
-    """Changes of a table in a GEMM's tile, by attributes of `Tile`.
-
-    Args:
-        arch: a key of `tiles.SHARED_BYTES`, or "interpreter".
-        table: one of `names(arch)`.
-        gemm: one of GEMMS.
-        block_m: rows of the GEMM's tile in the default table.
-        block_n: columns of that tile.
-        num_branches: G.
-
-    Raises:
-        ConfigError: the architecture has no such table.
-    """
+def changes(arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
+    """Changes of a table in a GEMM's tile, by attributes of `Tile`."""
     if table == DEFAULT:
         return {}
     known = TABLES.get(arch, {})
     if table not in known:
-        raise ConfigError(
-            f"{FLAG}={table}: {arch} has no such table of tiles; take one of {', '.join(names(arch))}"
-        )
+        raise ConfigError(f"{FLAG}={table}: {arch} has no such table of tiles; take one of {', '.join(names(arch))}")
     return known[table].changes(gemm, block_m, block_n, num_branches)

@@ -54,70 +54,41 @@ _KEPT_PLANS = 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes and launch parameters of one GEMM.
+    """Tile sizes and launch parameters of one GEMM."""
 
-    Attributes:
-        block_m: rows of the result per tile (routed rows; for weight gradients rows of the weight).
-        block_n: columns per tile; for the first GEMM columns of F, so gated experts compute twice as many.
-        block_k: length of one step along the sum.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline.
-        group_m: row tiles processed before the next column tile, so that they share the weights in L2.
-        source: origin of the entry, `PUBLISHED` or `UNTUNED` or a measurement's.
-        programs: programs per multiprocessor; small tiles leave room for several.
-        ragged: if rows are read by descriptors, results are stored by descriptors too, while the next tile begins.
-        tails: multiply a tile with at most half its rows at half height.
-        flatten: flatten the loops over tiles and along the sum into one, pipelined across tiles.
-        fetch: prefetch H into L2 before the sum, for the epilogue of `hidden_grad` (NVIDIA).
-        chunk: hidden units that the epilogues of `up` and `hidden_grad` hold at once; None: `UP_CHUNK`, `HIDDEN_GRAD_CHUNK`.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-    source: str = UNTUNED
-    programs: int = 1
+    block_m: int  # rows of the result per tile (routed rows; for weight gradients rows of the weight)
+    block_n: int  # columns per tile; for the first GEMM columns of F, so gated experts compute twice as many
+    block_k: int  # length of one step along the sum
+    num_warps: int  # warps per program
+    num_stages: int  # depth of the software pipeline
+    group_m: int = 8  # row tiles processed before the next column tile, so that they share the weights in L2
+    source: str = UNTUNED  # origin of the entry, `PUBLISHED` or `UNTUNED` or a measurement's
+    programs: int = 1  # programs per multiprocessor; small tiles leave room for several
+    # if rows are read by descriptors, results are stored by descriptors too, while the next tile begins
     ragged: bool = False
-    tails: bool = False
-    flatten: bool = False
-    fetch: bool = False
+    tails: bool = False  # multiply a tile with at most half its rows at half height
+    flatten: bool = False  # flatten the loops over tiles and along the sum into one, pipelined across tiles
+    fetch: bool = False  # prefetch H into L2 before the sum, for the epilogue of `hidden_grad` (NVIDIA)
+    # hidden units that the epilogues of `up` and `hidden_grad` hold at once; None: `UP_CHUNK`, `HIDDEN_GRAD_CHUNK`
     chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Tiles and options of all launches of the experts.
+    """Tiles and options of all launches of the experts."""
 
-    Attributes:
-        up: x W_in and the activation. The four GEMMs over routed rows share its block_m.
-        down: A' W_out.
-        hidden_grad: dO W_out and the gradient of the activation.
-        input_grad: dH W_in.
-        w_in_grad: dH^T x.
-        w_out_grad: dO^T A'.
-        tma: load weights and sorted rows through tensor descriptors (Hopper).
-        precision: precision of FP32 products, "ieee" or "tf32"; no effect for other dtypes.
-        num_programs: number of multiprocessors, each of which runs a tile's `programs`.
-        interpreted: whether the tensors are on the CPU.
-        sharing: number of programs among which one expert's weight gradient may be split, over all its tiles.
-        piece_rows: minimum number of rows of a piece of such a split.
-    """
-
-    up: Tile
-    down: Tile
-    hidden_grad: Tile
-    input_grad: Tile
-    w_in_grad: Tile
-    w_out_grad: Tile
-    tma: bool
-    precision: str
-    num_programs: int
-    interpreted: bool
-    sharing: int = 1
-    piece_rows: int = PIECE_ROWS
+    up: Tile  # x W_in and the activation. The four GEMMs over routed rows share its block_m.
+    down: Tile  # A' W_out
+    hidden_grad: Tile  # dO W_out and the gradient of the activation
+    input_grad: Tile  # dH W_in
+    w_in_grad: Tile  # dH^T x
+    w_out_grad: Tile  # dO^T A'
+    tma: bool  # load weights and sorted rows through tensor descriptors (Hopper)
+    precision: str  # precision of FP32 products, "ieee" or "tf32"; no effect for other dtypes
+    num_programs: int  # number of multiprocessors, each of which runs a tile's `programs`
+    interpreted: bool  # whether the tensors are on the CPU
+    sharing: int = 1  # number of programs among which one expert's weight gradient may be split, over all its tiles
+    piece_rows: int = PIECE_ROWS  # minimum number of rows of a piece of such a split
 
     @property
     def block_m(self) -> int:
@@ -143,27 +114,17 @@ def architecture(device: torch.device) -> str:
 
 
 def choose_config(
-    device: torch.device,
-    dtype: torch.dtype,
+    device: torch.device,  # the device of the tensors
+    dtype: torch.dtype,  # float32, bfloat16 or float16
     *,
-    num_rows: int,
-    num_experts: int,
-    dim: int,
-    hidden_dim: int,
-    num_branches: int,
-    batch_invariant: bool = False,
+    num_rows: int,  # R, the static bound on the number of routed rows
+    num_experts: int,  # E
+    dim: int,  # D
+    hidden_dim: int,  # F
+    num_branches: int,  # G
+    batch_invariant: bool = False,  # choose the same tiles for every num_rows, so that no sum changes its order
 ) -> LaunchConfig:
     """Choose the tiles for tensors on a device; depends on shapes only and does not synchronise.
-
-    Args:
-        device: the device of the tensors.
-        dtype: float32, bfloat16 or float16.
-        num_rows: R, the static bound on the number of routed rows.
-        num_experts: E.
-        dim: D.
-        hidden_dim: F.
-        num_branches: G.
-        batch_invariant: choose the same tiles for every num_rows, so that no sum changes its order.
 
     Returns:
         The config. FP32 products use TF32 if PyTorch's do: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or an
@@ -197,11 +158,7 @@ def config_for(
     num_programs: int = 132,
     table: str = tile_tables.DEFAULT,
 ) -> LaunchConfig:
-    """Choose the tiles for a named architecture; `choose_config` calls it for a device.
-
-    Raises:
-        ConfigError: the architecture has no table of that name.
-    """
+    """Choose the tiles for a named architecture; `choose_config` calls it for a device."""
     config = _by_table(
         arch,
         dtype,
@@ -257,9 +214,7 @@ def _by_table(
     columns = min(rows.block_n, tile_tables.hidden_columns(arch, table))
     hidden = replace(rows, block_n=_fit(columns, hidden_dim), source=UNTUNED)
     if arch == "sm_90":
-        hidden = replace(
-            hidden, fetch=True, chunk=None if singly or itemsize > 2 else _HOPPER_CHUNK
-        )
+        hidden = replace(hidden, fetch=True, chunk=None if singly or itemsize > 2 else _HOPPER_CHUNK)
     w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
     w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
     w_out = replace(weight, block_m=_fit(weight.block_m, dim))
@@ -304,7 +259,8 @@ def _is_described(tensor: Tensor) -> bool:
 
 
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
-    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low tiles."""
+    """Choose the tile of a GEMM over routed rows: padding wastes up to half a tile per expert, so few rows need low
+    tiles."""
     if arch == "interpreter":
         return Tile(32, 64, 64, 4, 1, group_m=2)
     if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
@@ -337,9 +293,7 @@ def _rows_tile_fp32(arch: str, rows_per_expert: float) -> Tile:
     if rows_per_expert < 256:
         # four warps spill 128 bytes per thread on Blackwell (Triton 3.7.1)
         return Tile(64, 64, 32, 8 if arch.startswith("sm_10") else 4, 3)
-    if (
-        arch == "sm_90"
-    ):  # on Blackwell the activation's backward spills 164 bytes per thread (Triton 3.7.1)
+    if arch == "sm_90":  # on Blackwell the activation's backward spills 164 bytes per thread (Triton 3.7.1)
         return Tile(128, 128, 32, 8, 3)
     return Tile(64, 128, 32, 8, 3)
 
@@ -375,7 +329,8 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
 
 
 def _for_single_elements(tile: Tile) -> Tile:
-    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through registers."""
+    """Reduce a tile for rows that are no multiple of 16 elements: Triton then loads single elements, through
+    registers."""
     return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
@@ -385,15 +340,7 @@ def _fit(block: int, size: int) -> int:
 
 
 def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma: bool) -> int:
-    """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results.
-
-    Args:
-        gemm: one of `tile_tables.GEMMS`.
-        tile: the GEMM's tile.
-        itemsize: bytes of an element.
-        num_branches: G.
-        tma: whether rows are read by descriptors.
-    """
+    """Upper bound on a program's shared memory in bytes: operands of all stages, and buffers of the results."""
     branches = num_branches if gemm == "up" else 1
     step = (tile.block_m + branches * tile.block_n) * tile.block_k
     # row indices of weight gradients are loaded before the rows: one buffer per two stages
@@ -410,7 +357,8 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
 
 
 def _columns_at_once(gemm: str, tile: Tile) -> int:
-    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the branches."""
+    """Columns of the result buffers in shared memory: one buffer for H (or dH) and one for A', whatever the
+    branches."""
     if gemm == "up":
         return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
     if gemm == "hidden_grad":  # one more for loaded H if flattened: operands keep their buffers
@@ -418,9 +366,7 @@ def _columns_at_once(gemm: str, tile: Tile) -> int:
     return tile.block_n // 2
 
 
-def _fit_stages(
-    gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool
-) -> Tile:
+def _fit_stages(gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool) -> Tile:
     """Reduce stages, then the step, until a program fits the shared memory."""
     limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES)
     if arch in _LARGE:  # elsewhere fewer programs at once lose less than fewer stages

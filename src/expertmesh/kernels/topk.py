@@ -1,4 +1,5 @@
-"""Fused top-k: scores, choice and routing weights of every token in one pass over its logits, and the gradient in another.
+"""Fused top-k: scores, choice and routing weights of every token in one pass over its logits, and the gradient in
+another.
 
 The forward reads 4 * T * E bytes of logits, and writes 12 * T * K bytes and 4 * T * E bytes of scores. Plain PyTorch
 needs about ten kernels with as many (T, E) intermediates. The choice packs an order-preserving integer of the criterion
@@ -77,7 +78,8 @@ def _allow_groups(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Mask of lanes in the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower group."""
+    """Mask of lanes in the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower
+    group."""
     BLOCK_T: tl.constexpr = criterion.shape[0]
     grouped = tl.reshape(tl.where(real, criterion, float("-inf")), (BLOCK_T, G, S))
     exists = tl.reshape(real, (BLOCK_T, G, S))
@@ -162,7 +164,8 @@ def _choose(
 
 @triton.jit
 def _normalize_backward(grad, p, total):
-    """Compute the gradient of x from the gradient of p = x / max(total, tiny), with total = sum of x, along the last axis."""
+    """Compute the gradient of x from the gradient of p = x / max(total, tiny), with total = sum of x, along the last
+    axis."""
     inner = tl.where(total >= _TINY, tl.sum(grad * p, 1), 0.0)
     return tl.div_rn(grad - inner[:, None], tl.maximum(total, _TINY)[:, None])
 
@@ -241,21 +244,14 @@ def _blocks(num_tokens: int, lanes: int) -> tuple[int, int]:
 
 
 def choose(
-    logits_TE: Tensor,
-    top_k: int,
-    rule: SelectionRule,
+    logits_TE: Tensor,  # (T, E) FP32, E up to MAX_EXPERTS
+    top_k: int,  # K, from 1 to E
+    rule: SelectionRule,  # options of the choice
     *,
-    noise_TE: Tensor | None = None,
-    bias_E: Tensor | None = None,
+    noise_TE: Tensor | None = None,  # (T, E) FP32, added to the logits for the choice only
+    bias_E: Tensor | None = None,  # (E,) FP32, added to the scores for the choice only
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute every token's K best experts, their routing weights, and the scores for the balance loss; one launch.
-
-    Args:
-        logits_TE: (T, E) FP32, E up to MAX_EXPERTS.
-        top_k: K, from 1 to E.
-        rule: options of the choice.
-        noise_TE: (T, E) FP32, added to the logits for the choice only.
-        bias_E: (E,) FP32, added to the scores for the choice only.
 
     Returns:
         ids (T, K) int64 in descending order of the criterion, ties to the lower id; weights (T, K) FP32; scores
@@ -299,20 +295,13 @@ def choose(
 
 def choose_backward(
     logits_TE: Tensor,
-    ids_TK: Tensor,
+    ids_TK: Tensor,  # (T, K) ids that `choose` returned
     rule: SelectionRule,
-    d_weights_TK: Tensor | None,
-    d_scores_TE: Tensor | None,
+    d_weights_TK: Tensor | None,  # (T, K) FP32, or None for zero
+    d_scores_TE: Tensor | None,  # (T, E) FP32, or None for zero
 ) -> Tensor:
-    """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one launch.
-
-    Args:
-        logits_TE: the logits given to `choose`.
-        ids_TK: (T, K) ids that `choose` returned.
-        rule: the rule given to `choose`.
-        d_weights_TK: (T, K) FP32, or None for zero.
-        d_scores_TE: (T, E) FP32, or None for zero.
-    """
+    """Compute the gradient of the logits, (T, E) FP32, from the gradients of the weights and of the scores; one
+    launch."""
     num_tokens, num_experts = logits_TE.shape
     lanes = max(next_power_of_2(num_experts), 2)
     block_t, num_warps = _blocks(num_tokens, lanes)

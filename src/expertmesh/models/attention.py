@@ -1,7 +1,8 @@
 """Attention of all transformer families here, and the context object that decides which keys a query sees.
 
-An attention layer computes queries, keys and values of its tokens and passes them to an `AttentionContext`. Dense training,
-padding, documents, caches and paged caches are implementations of this protocol, and layers do not distinguish them.
+An attention layer computes queries, keys and values of its tokens and passes them to an `AttentionContext`. Dense
+training, padding, documents, caches and paged caches are implementations of this protocol, and layers do not
+distinguish them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.op_set import DEFAULT_OPS, OpSet
 
 Places = tuple[Tensor, Tensor]
-"""Untied positions: (H, S, head_dim) queries and (H, keys, head_dim) keys, shared by all layers of an encoder or decoder."""
+"""Untied positions: (H, S, head_dim) queries and (H, keys, head_dim) keys, shared by all layers of an encoder or
+decoder."""
 
 
 class AttentionContext(Protocol):
@@ -35,23 +37,15 @@ class AttentionContext(Protocol):
 
     def attend(
         self,
-        layer_index: int,
-        q_THd: Tensor,
-        k_Thd: Tensor,
-        v_Thd: Tensor,
+        layer_index: int,  # index of the calling layer, from 0
+        q_THd: Tensor,  # (T, H, head_dim) rotated queries, in the order of the tokens
+        k_Thd: Tensor,  # (T, heads, head_dim) rotated keys; heads divides H
+        v_Thd: Tensor,  # (T, heads, head_dim) values
         *,
-        arithmetic: OpSet,
-        rule: ScoreRule | None = None,
+        arithmetic: OpSet,  # the operations of the module in its mode
+        rule: ScoreRule | None = None,  # the window, the cap and the sinks of the layer; None: it has none
     ) -> Tensor:
         """Store the keys and values of these tokens, and attend with their queries to all keys that they see.
-
-        Args:
-            layer_index: index of the calling layer, from 0.
-            q_THd: (T, H, head_dim) rotated queries, in the order of the tokens.
-            k_Thd: (T, heads, head_dim) rotated keys; heads divides H.
-            v_Thd: (T, heads, head_dim) values.
-            arithmetic: the operations of the module in its mode.
-            rule: the window, the cap and the sinks of the layer; None: it has none.
 
         Returns:
             (T, H * head_dim), or (B, S, H * head_dim).
@@ -70,16 +64,13 @@ class DenseContext:
     """Context of a dense batch, B sequences of S tokens each; a pytree.
 
     Attributes:
-        positions: (S,) columns, or (B, S) counted from each sequence's own first token.
-        visible: keys that the tokens see.
-        cache: earlier keys and values, to which new ones are added; None: there are none.
-        places: queries and keys of untied positions. Their scores are added to the token scores, both divided by
-            sqrt(2 head_dim) (Ke et al. 2021, eq. 7); as many key heads as query heads. None: positions are rotary.
+        places: queries and keys of untied positions. Their scores are added to the token scores, both divided by sqrt(2
+            head_dim) (Ke et al. 2021, eq. 7); as many key heads as query heads. None: positions are rotary.
     """
 
-    positions: Tensor
-    visible: Visible
-    cache: LayerCache | None = None
+    positions: Tensor  # (S,) columns, or (B, S) counted from each sequence's own first token
+    visible: Visible  # keys that the tokens see
+    cache: LayerCache | None = None  # earlier keys and values, to which new ones are added; None: there are none
     places: Places | None = None
 
     @property
@@ -90,31 +81,24 @@ class DenseContext:
     @classmethod
     def of(
         cls,
-        num_new: int,
+        num_new: int,  # S, tokens of each sequence in this pass
         *,
-        device: torch.device,
-        num_seen: int = 0,
-        is_token_BL: Tensor | None = None,
+        device: torch.device,  # the device of the tokens
+        num_seen: int = 0,  # tokens of each sequence in the cache, padding included
+        is_token_BL: Tensor | None = None,  # (B, num_seen + S) bool, False for padding; None: there is none
         document_BS: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | None = None,  # earlier keys and values
         counts_padding: bool = True,
     ) -> "DenseContext":
         """Context of causal attention; does not synchronise with the device.
 
         Args:
-            num_new: S, tokens of each sequence in this pass.
-            device: the device of the tokens.
-            num_seen: tokens of each sequence in the cache, padding included.
-            is_token_BL: (B, num_seen + S) bool, False for padding; None: there is none.
             document_BS: (B, S) document numbers: tokens see only tokens with the same number; None: all.
-            cache: earlier keys and values.
             counts_padding: whether positions are columns; else they begin at each sequence's own first token, so that
                 padding before it does not change a single bit.
         """
         end = num_seen + num_new
-        seen = visible(
-            num_new, end, device=device, is_token_BL=is_token_BL, document_BS=document_BS
-        )
+        seen = visible(num_new, end, device=device, is_token_BL=is_token_BL, document_BS=document_BS)
         positions = torch.arange(num_seen, end, device=device)
         if not counts_padding and seen.first_B is not None:
             positions = (positions - seen.first_B[:, None]).clamp(min=0)
@@ -153,28 +137,19 @@ torch.utils._pytree.register_dataclass(
 
 
 def rope_tables(
-    positions_S: Tensor,
+    positions_S: Tensor,  # (S,) or (B, S) integer positions, or of any other shape
     *,
-    head_dim: int,
-    base: float,
-    dtype: torch.dtype,
-    fraction: float = 1.0,
-    scaling: RopeScalingConfig | None = None,
-    arithmetic: OpSet = DEFAULT_OPS,
+    head_dim: int,  # size of one head, even
+    base: float,  # base of the frequencies
+    dtype: torch.dtype,  # FP32 or FP64
+    fraction: float = 1.0,  # fraction of the pairs that are rotated
+    scaling: RopeScalingConfig | None = None,  # scaling to longer contexts; None: none
+    arithmetic: OpSet = DEFAULT_OPS,  # op set that computes the cosines and sines
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
-    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not rotated
-    and not scaled.
-
-    Args:
-        positions_S: (S,) or (B, S) integer positions, or of any other shape.
-        head_dim: size of one head, even.
-        base: base of the frequencies.
-        dtype: FP32 or FP64.
-        fraction: fraction of the pairs that are rotated.
-        scaling: scaling to longer contexts; None: none.
-        arithmetic: op set that computes the cosines and sines.
+    Pair i of a head is rotated by position * base^(-2 i / (fraction * head_dim)). Pairs beyond that fraction are not
+    rotated and not scaled.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -202,7 +177,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (..., head_dim) queries or keys.
-        cos: (..., head_dim / 2), broadcastable to x: of (B, S, H, head_dim), tables of (S, 1, head_dim / 2) or (B, S, 1, head_dim / 2).
+        cos: (..., head_dim / 2), broadcastable to x: of (B, S, H, head_dim), tables of (S, 1, head_dim / 2) or (B, S,
+            1, head_dim / 2).
         sin: the sines, of the shape of cos.
 
     Returns:
@@ -216,45 +192,32 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    One matrix projects to queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
-    then its key, then its value. A contiguous slice of the matrix is therefore the projection of a slice of the heads.
+    One matrix projects to queries, keys and values. Its rows are grouped by key-value head: the queries that use the
+    head, then its key, then its value. A contiguous slice of the matrix is therefore the projection of a slice of the
+    heads.
 
     Args:
-        dim: model width.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads.
-        head_dim: size of one head, even.
-        qk_norm: RMSNorm on queries and keys, before the rotation.
-        norm_eps: epsilon of the query and key norms.
-        layer_index: index of this layer in a cache.
         qk_norm_scope: normalised axis: each "head", or all queries (keys) of a token, the "projection".
-        qkv_bias: whether queries, keys and values have biases.
-        out_bias: whether the output projection has one.
-        sinks: whether each query head has a learned score without a value; see `ScoreRule`.
-        window: maximum number of tokens that a token sees, itself included; None: all before it.
-        arithmetic: op set of all operations in evaluation.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
     """
 
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qk_norm: bool,
-        norm_eps: float,
-        layer_index: int,
+        dim: int,  # model width
+        num_heads: int,  # query heads
+        num_kv_heads: int,  # key and value heads, a divisor of num_heads
+        head_dim: int,  # size of one head, even
+        qk_norm: bool,  # RMSNorm on queries and keys, before the rotation
+        norm_eps: float,  # epsilon of the query and key norms
+        layer_index: int,  # index of this layer in a cache
         qk_norm_scope: Literal["head", "projection"] = "head",
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        sinks: bool = False,
-        window: int | None = None,
-        arithmetic: OpSet = DEFAULT_OPS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        qkv_bias: bool = False,  # whether queries, keys and values have biases
+        out_bias: bool = False,  # whether the output projection has one
+        sinks: bool = False,  # whether each query head has a learned score without a value; see `ScoreRule`
+        window: int | None = None,  # maximum number of tokens that a token sees, itself included; None: all before it
+        arithmetic: OpSet = DEFAULT_OPS,  # op set of all operations in evaluation
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -271,19 +234,14 @@ class Attention(nn.Module):
         self.norms_heads = qk_norm_scope == "head"
         if qk_norm:
             sizes = (1, 1) if self.norms_heads else (num_heads, num_kv_heads)
-            self.q_norm, self.k_norm = (
-                RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes
-            )
+            self.q_norm, self.k_norm = (RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes)
 
-    def forward(
-        self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """Attend to the keys that the context makes visible.
 
         Args:
             x_BSD: (B, S, D), or (1, T, D) flat tokens.
             cos: (S, head_dim / 2) or (B, S, head_dim / 2) rotary cosines of the positions, see `rope_tables`.
-            sin: rotary sines of the same positions.
             context: the context, which stores new keys and values and decides which keys these tokens see.
 
         Returns:
@@ -294,8 +252,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BSD).view(B * S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = qkv.split([group, 1, 1], dim=2)
         q_THd, k_Thd = (
-            self._norm_and_rope(t, norm, cos, sin, rows=(B, S))
-            for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            self._norm_and_rope(t, norm, cos, sin, rows=(B, S)) for t, norm in ((q, self.q_norm), (k, self.k_norm))
         )
         v_Thd, arithmetic = v.flatten(1, 2), self.arithmetic.in_mode(self.training)
         call: dict[str, Any] = {"arithmetic": arithmetic}
@@ -313,7 +270,8 @@ class Attention(nn.Module):
         *,
         rows: tuple[int, int],
     ) -> Tensor:
-        """Queries or keys (T, heads, group, head_dim), normalised and rotated: (T, H, head_dim); T = B * S with rows = (B, S)."""
+        """Queries or keys (T, heads, group, head_dim), normalised and rotated: (T, H, head_dim); T = B * S with rows =
+        (B, S)."""
         if norm is not None and not self.norms_heads:
             x, norm = norm(x.flatten(1)).view(x.shape), None
         elif norm is not None and norm.weight.is_meta:  # offloaded to disk until it is called

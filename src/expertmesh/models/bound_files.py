@@ -1,7 +1,7 @@
 """Files of a run that its weights mean nothing without: a checkpoint records them, and what opens it compares.
 
-The model's configuration, the files of the family (tokenizer.json, classes.json) and those beside its tokenizer lie beside
-the checkpoints, where anything can be copied over them. Options of training, data and device may differ.
+The model's configuration, the files of the family (tokenizer.json, classes.json) and those beside its tokenizer lie
+beside the checkpoints, where anything can be copied over them. Options of training, data and device may differ.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from expertmesh.config.base import dotted_values, parse_json, saved_run
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Family
 from expertmesh.text.tokenizer import EXTRAS
-from expertmesh.text.tokenizer_files import files_in, is_told
+from expertmesh.text.tokenizer_files import files_in, is_read
 
 RECORD = "files"
 """Name of the hashes in the values of a checkpoint; older ones have none."""
@@ -21,60 +21,29 @@ _SHOWN = 12
 
 
 def hashes_in(run: Path, family: Family) -> dict[str, str]:
-    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run.
-
-    Args:
-        run: the run directory.
-        family: family of the run.
-    """
+    """SHA-256 of all files of a run that belong to its checkpoints, by their names in the run."""
     return _hashes(_bound_in(run, family), family)
 
 
-def check_files(
-    files: Mapping[str, Path], state: Mapping[str, Any], family: Family, *, where: Path
-) -> None:
-    """Check that files are those that a checkpoint was trained with.
-
-    Args:
-        files: files by their names in a run.
-        state: values of the checkpoint.
-        family: family of the run.
-        where: path of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: a file is another one, or was not there.
-    """
+def check_files(files: Mapping[str, Path], state: Mapping[str, Any], family: Family, *, where: Path) -> None:
+    """Check that files are those that a checkpoint was trained with."""
     known = state.get(RECORD)
     if not isinstance(known, Mapping):
         return
     for name, found in _hashes(files, family).items():
         expected = known.get(name)
         if expected is None and name not in family.files:
-            raise CheckpointError(
-                f"{files[name]}: is none of the files that {where} was trained with; remove it"
-            )
+            raise CheckpointError(f"{files[name]}: is none of the files that {where} was trained with; remove it")
         if isinstance(expected, str) and found != expected:
             raise CheckpointError(
-                f"{files[name]}: has the SHA-256 {found[:_SHOWN]}..., and {where} was trained with {expected[:_SHOWN]}...; restore"
+                f"{files[name]}: has the SHA-256 {found[:_SHOWN]}..., and {where} was trained with "
+                f"{expected[:_SHOWN]}...; restore"
                 " the file of this run from a copy"
             )
 
 
-def check_run(
-    run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path
-) -> None:
-    """Check that one of a run's checkpoints was trained with the files of the run.
-
-    Args:
-        run: the run directory.
-        values: values of its config.json.
-        state: values of the checkpoint.
-        family: family of the run.
-        where: path of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: a file, or an option of the model, is of another run.
-    """
+def check_run(run: Path, values: Mapping[str, Any], state: Mapping[str, Any], family: Family, *, where: Path) -> None:
+    """Check that one of a run's checkpoints was trained with the files of the run."""
     saved = state.get("config")
     if (
         isinstance(saved, Mapping)
@@ -85,7 +54,8 @@ def check_run(
         for name in {**before, **now} if before and now else ():
             if name not in family.free and before.get(name) != now.get(name):
                 raise CheckpointError(
-                    f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with {before.get(name)};"
+                    f"{run / 'config.json'}: has {name}={now.get(name)}, and {where} was trained with "
+                    f"{before.get(name)};"
                     " restore the file of this run from a copy"
                 )
     present = _bound_in(run, family)
@@ -110,7 +80,8 @@ def newest_state(run: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _model_of(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Options of the model by dotted name, those added since included; none if the values are not readable, which their readers say."""
+    """Options of the model by dotted name, those added since included; none if the values are not readable, which their
+    readers say."""
     try:
         with saved_run():
             config = family.config.model_validate(dict(values))
@@ -131,7 +102,7 @@ def _hashes(files: Mapping[str, Path], family: Family) -> dict[str, str]:
 
 
 def _is_bound(name: str, family: Family) -> bool:
-    return name in family.files or name.startswith(f"{EXTRAS}/") or is_told(name)
+    return name in family.files or name.startswith(f"{EXTRAS}/") or is_read(name)
 
 
 def _sha256(path: Path) -> str:

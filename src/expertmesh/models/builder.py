@@ -1,4 +1,5 @@
-"""Builders of a family's models: construction, placement on ranks, weights of earlier runs, and interfaces for inference."""
+"""Builders of a family's models: construction, placement on ranks, weights of earlier runs, and interfaces for
+inference."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +40,8 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The whole model with its initial weights, which depend only on the run's seed: torch's default generator is seeded.
+        """The whole model with its initial weights, which depend only on the run's seed: torch's default generator is
+        seeded.
 
         Args:
             device: the device of the parameters.
@@ -58,9 +60,7 @@ class ModelBuilder(ABC):
             ("train.activation_checkpointing", self.config.train.activation_checkpointing),
         ):
             if value > 1 or value is True:
-                raise ConfigError(
-                    name, value, f"family {self.config.family} has no such thing", "leave it out"
-                )
+                raise ConfigError(name, value, f"family {self.config.family} has no such thing", "leave it out")
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
         """Modules that FSDP gathers one at a time, in order. Default: none, so the whole model is one unit."""
@@ -102,17 +102,15 @@ class ModelBuilder(ABC):
             device: device that computes.
             dtype: dtype of the parameters.
             offload: whether parameters are kept in host memory.
-            is_read_next: whether all weights are read next, for inference: none are drawn where none need be, and large ones get
-                huge pages.
+            is_read_next: whether all weights are read next, for inference: none are drawn where none need be, and large
+                ones get huge pages.
             in_huge_pages: whether they may.
         """
         home, is_empty = "cpu" if offload else device, self.is_built_empty
         model = self._adapted(device="meta" if is_empty else home, dtype=dtype)
         spread(model)
         if is_empty:
-            give_memory(
-                model, device=device, offload=offload, in_huge_pages=is_read_next and in_huge_pages
-            )
+            give_memory(model, device=device, offload=offload, in_huge_pages=is_read_next and in_huge_pages)
             if not is_read_next:
                 cast(Any, model).init_weights(self.config.train.seed)
         return model
@@ -144,9 +142,7 @@ class ModelBuilder(ABC):
         Raises:
             ConfigError: models of this family do not generate text (the default).
         """
-        raise ConfigError(
-            f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate"
-        )
+        raise ConfigError(f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate")
 
     def translation(self, tokenizer: Any, *, to: str) -> Translation:
         """Special tokens for translation by the `decoder`, which is an encoder-decoder.

@@ -26,29 +26,16 @@ class KVCache:
     With latent attention there is one allocation, because a single vector per token is both key and value.
 
     The model announces new tokens once with `begin`, then every layer stores its keys and values with `update`.
-
-    Args:
-        config: the config of the model: its max_seq_len, num_layers, cache_heads, cache_size and is_latent are read.
-        batch_size: number of sequences.
-        max_len: maximum tokens per sequence, padding included; None: config.max_seq_len.
-        device: the device of the cache.
-        dtype: dtype of keys and values, the model's compute dtype.
-
-    Raises:
-        ConfigError: a size is negative or not whole, or max_len is larger than the model's max_seq_len.
-
-    Attributes:
-        length: tokens of every sequence stored so far, padding included.
     """
 
     def __init__(
         self,
         config: Any,
         *,
-        batch_size: int,
-        max_len: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        batch_size: int,  # number of sequences
+        max_len: int | None = None,  # maximum tokens per sequence, padding included; None: config.max_seq_len
+        device: torch.device | str | None = None,  # the device of the cache
+        dtype: torch.dtype | None = None,  # dtype of keys and values, the model's compute dtype
     ) -> None:
         """Allocate the cache."""
         max_len = config.max_seq_len if max_len is None else max_len
@@ -61,7 +48,7 @@ class KVCache:
             )
         shape = (config.num_layers, batch_size, config.cache_heads, max_len, config.cache_size)
         self.max_len = max_len
-        self.length = 0
+        self.length = 0  # tokens of every sequence stored so far, padding included
         self._start = 0
         self._k = torch.zeros(shape, device=device, dtype=dtype)
         self._v = self._k if config.is_latent else torch.zeros_like(self._k)
@@ -88,15 +75,12 @@ class KVCache:
         return self._k.dtype
 
     def check_new(self, ids_BS: Tensor) -> None:
-        """Check batch size, device and remaining room for new tokens.
-
-        Raises:
-            ConfigError: the batch size or the device differs, or the cache is full.
-        """
+        """Check batch size, device and remaining room for new tokens."""
         B, S = ids_BS.shape
         if self.batch_size != B:
             raise ConfigError(
-                f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one with "
+                f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one "
+                "with "
                 f"new_cache(batch_size={B}, ...)"
             )
         fix = "make one where the model is, with its new_cache()"
@@ -107,15 +91,7 @@ class KVCache:
             )
 
     def select(self, rows_B: Tensor) -> None:
-        """Reorder the rows: row i becomes a copy of the old row rows_B[i].
-
-        Args:
-            rows_B: (new batch size,) int64, each any number of times.
-
-        Raises:
-            ConfigError: it has another shape or type, or (on CPUs only) a row is out of range; the cache is left
-                unchanged.
-        """
+        """Reorder the rows: row i becomes a copy of the old row rows_B[i]."""
         check_tensor("rows_B", rows_B, _ROWS, {"old": self.batch_size})
         seen = self.length
         shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])
@@ -132,21 +108,13 @@ class KVCache:
         if self._is_token_BS is not None:
             self._is_token_BS = self._is_token_BS[rows_B]
 
-    def begin(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True
-    ) -> DenseContext:
+    def begin(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True) -> DenseContext:
         """Make room for new tokens. Does not synchronise with the device.
 
         Args:
             ids_BS: (B, S) the new tokens; only the shape and the device matter.
             token_mask_BS: (B, S) bool, False for padding, which later tokens do not see.
             counts_padding: whether positions are columns of the batch; see `DenseContext.of`.
-
-        Returns:
-            The attention context of the new tokens.
-
-        Raises:
-            ConfigError: see `check_new`; the cache is left unchanged.
         """
         B, S = ids_BS.shape
         self.check_new(ids_BS)

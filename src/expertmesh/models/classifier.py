@@ -7,14 +7,10 @@ from torch import Tensor
 
 
 class ImageScores(NamedTuple):
-    """Class logits and expert choices for a batch of images.
+    """Class logits and expert choices for a batch of images."""
 
-    Attributes:
-        logits_BC: (B, C) class logits.
-        experts: (B, H, W) int64 first-choice expert of every patch, by name of the MoE block; empty for a dense model.
-    """
-
-    logits_BC: Tensor
+    logits_BC: Tensor  # (B, C) class logits
+    # (B, H, W) int64 first-choice expert of every patch, by name of the MoE block; empty for a dense model
     experts: Mapping[str, Tensor]
 
 

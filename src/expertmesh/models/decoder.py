@@ -1,6 +1,7 @@
 """Interfaces of models for decoding: causal language models, encoder-decoders and their caches.
 
-`expertmesh.engine.lockstep` decodes any model with these attributes; the `ModelBuilder.decoder` of a family returns one.
+`expertmesh.engine.lockstep` decodes any model with these attributes; the `ModelBuilder.decoder` of a family returns
+one.
 """
 
 from collections.abc import Iterator
@@ -33,24 +34,18 @@ class BeamCache(DecodingCache, Protocol):
 
 
 class Translation(NamedTuple):
-    """Special tokens of sources and outputs for translation by an encoder-decoder.
+    """Special tokens of sources and outputs for translation by an encoder-decoder."""
 
-    Attributes:
-        before: ids before the tokens of a source text.
-        after: ids behind the tokens of a source text.
-        start: ids that every output begins with.
-        end_id: id that every output ends with.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    start: tuple[int, ...]
-    end_id: int
+    before: tuple[int, ...]  # ids before the tokens of a source text
+    after: tuple[int, ...]  # ids behind the tokens of a source text
+    start: tuple[int, ...]  # ids that every output begins with
+    end_id: int  # id that every output ends with
 
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A model that continues sequences of tokens, such as `expertmesh.models.gpt.model.GPT`. All implementations are modules."""
+    """A model that continues sequences of tokens, such as `expertmesh.models.gpt.model.GPT`. All implementations are
+    modules."""
 
     training: bool
 
@@ -75,7 +70,6 @@ class CausalLM(Protocol):
         Args:
             ids_BS: (B, S) int64; first the whole prompts, padded on the left, then one token of each sequence.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: the cache of `new_cache`.
 
         Returns:
             (B, V), of any floating dtype.
@@ -99,17 +93,12 @@ class EncoderDecoder(CausalLM, Protocol):
         Args:
             ids_BS: (B, S) int64, padded on the right.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: the cache of `new_cache`, still empty.
         """
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode; every module's own mode is restored on exit.
-
-    Args:
-        model: a module, or an object with `training` and `train` of a module.
-    """
+    """Put a model into evaluation mode; every module's own mode is restored on exit."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
     trained = [module for module in modules if module.training]
     if trained:
@@ -148,6 +137,4 @@ class LanguageModel(nn.Module):
     def new_cache(self, *, batch_size: int, max_len: int) -> Any:
         """An empty cache in the dtype that attention computes in: autocast's if it is on, else the parameters'."""
         dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
-        return self.cache_type(
-            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
-        )
+        return self.cache_type(self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype)

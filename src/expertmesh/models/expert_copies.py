@@ -1,4 +1,5 @@
-"""Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or redrawn units."""
+"""Experts initialised as copies of a dense feed-forward block, whole or cut into slices, optionally with noise or
+redrawn units."""
 
 from dataclasses import dataclass
 
@@ -13,37 +14,21 @@ _WHOLE = Number(fix="for example 2", types=WHOLE)
 
 
 def check_whole(**numbers: object) -> None:
-    """Check that arguments, given by name, are integers.
-
-    Raises:
-        ConfigError: one is not an integer.
-    """
+    """Check that arguments, given by name, are integers."""
     for name, value in numbers.items():
         _WHOLE.check(name, value)
 
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """Options for turning a dense block into the experts of a layer.
+    """Options for turning a dense block into the experts of a layer."""
 
-    Attributes:
-        num_copies: copies of the block.
-        top_k: copies that a token uses.
-        granularity: experts that each copy is cut into (g), along its hidden size.
-        noise_std: standard deviation of Gaussian noise on each weight tensor, relative to the tensor's own.
-        redraw: fraction of the hidden units of each expert that are redrawn (r).
-        seed: seed of the noise and the redrawn units.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-
-    num_copies: int
-    top_k: int
-    granularity: int = 1
-    noise_std: float = 0.0
-    redraw: float = 0.0
-    seed: int = 0
+    num_copies: int  # copies of the block
+    top_k: int  # copies that a token uses
+    granularity: int = 1  # experts that each copy is cut into (g), along its hidden size
+    noise_std: float = 0.0  # standard deviation of Gaussian noise on each weight tensor, relative to the tensor's own
+    redraw: float = 0.0  # fraction of the hidden units of each expert that are redrawn (r)
+    seed: int = 0  # seed of the noise and the redrawn units
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -53,46 +38,30 @@ class ExpertCopies:
         Number(0, 1, "use 0 for none").check("redraw", self.redraw)
 
     def hidden_dim(self, whole: int) -> int:
-        """Hidden size of an expert, made from a block with hidden size `whole`.
-
-        Raises:
-            ConfigError: granularity does not divide it.
-        """
+        """Hidden size of an expert, made from a block with hidden size `whole`."""
         if self.granularity < 1 or whole % self.granularity:
-            raise ConfigError(
-                f"granularity={self.granularity}: must divide the hidden size {whole}; choose a divisor"
-            )
+            raise ConfigError(f"granularity={self.granularity}: must divide the hidden size {whole}; choose a divisor")
         return whole // self.granularity
 
     def fill(
         self,
-        layer: nn.Module,
-        w_in_GFD: Tensor,
-        w_out_DF: Tensor,
-        b_in_GF: Tensor | None = None,
-        b_out_D: Tensor | None = None,
+        layer: nn.Module,  # the layer; its router is already initialised, and its rows become equal within a copy
+        w_in_GFD: Tensor,  # (G, F, D) input matrices of the block
+        w_out_DF: Tensor,  # (D, F) output matrix
+        b_in_GF: Tensor | None = None,  # (G, F) input biases, or None
+        b_out_D: Tensor | None = None,  # (D,) output bias, or None
         *,
-        layer_index: int,
+        layer_index: int,  # index of the layer, which with the seed determines the noise
     ) -> None:
         """Fill experts and router of a layer with num_copies * g experts, the g slices of each copy in order.
 
-        Each expert redraws different units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling). Their weights
-        are Gaussian with the mean and standard deviation of the weights that they replace.
-
-        Args:
-            layer: the layer; its router is already initialised, and its rows become equal within a copy.
-            w_in_GFD: (G, F, D) input matrices of the block.
-            w_out_DF: (D, F) output matrix.
-            b_in_GF: (G, F) input biases, or None.
-            b_out_D: (D,) output bias, or None.
-            layer_index: index of the layer, which with the seed determines the noise.
-
-        Raises:
-            ConfigError: the layer's router cannot choose copies that are cut, or no hidden unit would be redrawn.
+        Each expert redraws different units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling). Their
+        weights are Gaussian with the mean and standard deviation of the weights that they replace.
         """
         if self.granularity > 1 and not isinstance(layer.router, LinearRouter):
             raise ConfigError(
-                f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use router=topk, "
+                f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use "
+                "router=topk, "
                 "or granularity=1"
             )
         generator = torch.Generator().manual_seed(self.seed + layer_index)
@@ -113,7 +82,8 @@ class ExpertCopies:
             count = round(self.redraw * hidden)
             if not count:
                 raise ConfigError(
-                    f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least {1 / hidden:.3g}, "
+                    f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least "
+                    f"{1 / hidden:.3g}, "
                     "or 0 for none"
                 )
             for e in range(n * g):

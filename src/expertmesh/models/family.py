@@ -1,7 +1,7 @@
 """Model families, the part without torch: options, recipes, costs and names.
 
-The part with torch is an `expertmesh.models.task.Task`. A family gives it as a function that imports it, or, for a family of
-your own, as a class or by "module:name".
+The part with torch is an `expertmesh.models.task.Task`. A family gives it as a function that imports it, or, for a
+family of your own, as a class or by "module:name".
 """
 
 from collections.abc import Callable, Mapping
@@ -45,12 +45,12 @@ class Family:
         name: name kept with every run; a run resumes only with the family of this name.
         task: a function or class that makes an `expertmesh.models.task.Task`, or "module:name" of one.
         config: class of its run configurations.
-        recipes: functions by name that return configurations, or "module:name" of such a mapping; None: a single recipe,
-            "default", with the defaults of `config`.
+        recipes: functions by name that return configurations, or "module:name" of such a mapping; None: a single
+            recipe, "default", with the defaults of `config`.
         costs: a function of (configuration, number of ranks, compute dtype, whether on GPUs) that returns
             `expertmesh.costs.run_costs.RunCosts`, or "module:name" of one; None: unknown.
-        sizes: a function of a configuration that returns `expertmesh.costs.sizes.ModelSizes` and the tokens of a sequence, or
-            "module:name" of one, for the planner; None: the planner does not know the family.
+        sizes: a function of a configuration that returns `expertmesh.costs.sizes.ModelSizes` and the tokens of a
+            sequence, or "module:name" of one, for the planner; None: the planner does not know the family.
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.matrix_products.Product`s, or "module:name" of one; None: default ones. train.dtype=auto
             and the number of threads depend on their sizes.
@@ -60,8 +60,9 @@ class Family:
         free: options of the model that may change when a run is resumed, because they affect speed only.
         generates_text: whether its tasks have a `decoder`, and its runs a tokenizer.json.
         files: names of the files in a run directory without which its models cannot be used.
-        begin: a function of (configuration, configuration of the run in train.init_from) that returns the configuration with
-            all options that the earlier run's weights fix, or "module:name" of one; None: train.init_from is not supported.
+        begin: a function of (configuration, configuration of the run in train.init_from) that returns the configuration
+            with all options that the earlier run's weights fix, or "module:name" of one; None: train.init_from is not
+            supported.
         finetune: a function of a model's folder that returns the configuration of its fine-tuning; None: there is none.
     """
 
@@ -101,9 +102,7 @@ class Family:
         found: Recipes | None = self._resolved(self.recipes)
         return {"default": self.config} if found is None else found
 
-    def costs_of(
-        self, config: RunConfig, *, num_ranks: int, dtype: str, on_gpu: bool = False
-    ) -> Any:
+    def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str, on_gpu: bool = False) -> Any:
         """Costs of a run, an `expertmesh.costs.run_costs.RunCosts`; None if the family does not know them."""
         count = self._resolved(self.costs)
         if count is None:
@@ -111,7 +110,8 @@ class Family:
         return count(config, num_ranks=num_ranks, dtype=dtype, on_gpu=on_gpu)
 
     def sizes_of(self, config: RunConfig) -> Any:
-        """(`expertmesh.costs.sizes.ModelSizes`, tokens of a sequence) of a run; None if the family does not know them."""
+        """(`expertmesh.costs.sizes.ModelSizes`, tokens of a sequence) of a run; None if the family does not know
+        them."""
         count = self._resolved(self.sizes)
         return None if count is None else count(config)
 
@@ -149,7 +149,8 @@ class Family:
         return self.metric if found is None or self.metric.key in found else REWARD
 
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
-        """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if not known."""
+        """The matrix products that dominate a step, a sequence of `expertmesh.costs.matrix_products.Product`; empty if
+        not known."""
         find = self._resolved(self.products)
         return () if find is None else find(config, num_parts=num_parts)
 

@@ -9,7 +9,8 @@ from expertmesh.moe.routing_noise import fresh_key
 class Keyed(nn.Module):
     """A module whose noise is a pure function of seed, step and the index of its tokens or images.
 
-    `expertmesh.moe.routing_noise.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
+    `expertmesh.moe.routing_noise.key_noise` sets seed and step; without it every call draws a fresh key from torch's
+    default generator.
     """
 
     noise_key: Tensor

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per
+token."""
 
 from typing import Any
 
@@ -19,36 +20,26 @@ LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Causal attention whose cache holds one vector of kv_lora_rank + qk_rope_head_dim numbers per token.
 
-    With c = norm(x W_kv)[:R], R = kv_lora_rank, head h has the key [c K_h, r] and the value c V_h, where r is the rotary key
-    that all heads share. Two computations give the same result:
+    With c = norm(x W_kv)[:R], R = kv_lora_rank, head h has the key [c K_h, r] and the value c V_h, where r is the
+    rotary key that all heads share. Two computations give the same result:
 
     * plain: compute keys and values of every head, and attend; used for whole sequences.
     * absorbed: [c, r] is the single key of all heads, with scores (q_nope K_h^T) c^T + q_rope r^T; the output is
-      (sum p c) V_h. Only c and r are stored and read. Used with a cache, and always with batch-invariant arithmetic, so that
-      results have the same bits with and without a cache.
-
-    Args:
-        dim: model width.
-        num_heads: heads.
-        latent: sizes; `kv_lora_rank` is set.
-        score_factor: factor on the scores besides 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`.
-        layer_index: index of this layer in a cache.
-        arithmetic: op set of all operations in evaluation.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
+      (sum p c) V_h. Only c and r are stored and read. Used with a cache, and always with batch-invariant arithmetic, so
+      that results have the same bits with and without a cache.
     """
 
     def __init__(
         self,
         *,
-        dim: int,
+        dim: int,  # model width
         num_heads: int,
-        latent: LatentAttentionConfig,
-        score_factor: float,
-        layer_index: int,
-        arithmetic: OpSet = DEFAULT_OPS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        latent: LatentAttentionConfig,  # sizes; `kv_lora_rank` is set
+        score_factor: float,  # factor on the scores besides 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`
+        layer_index: int,  # index of this layer in a cache
+        arithmetic: OpSet = DEFAULT_OPS,  # op set of all operations in evaluation
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__()
         assert latent.kv_lora_rank is not None
@@ -70,14 +61,10 @@ class LatentAttention(nn.Module):
         self.kv_down = Linear(dim, self.rank + latent.qk_rope_head_dim, **how)
         self.kv_norm = RMSNorm(self.rank, eps=LATENT_EPS, **how)
         # rows grouped by head: K_h, then V_h
-        self.kv_up = Linear(
-            self.rank, num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), **how
-        )
+        self.kv_up = Linear(self.rank, num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), **how)
         self.out = Linear(num_heads * latent.v_head_dim, dim, **how)
 
-    def forward(
-        self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `expertmesh.models.attention.Attention.forward` for the arguments.
 
         The tables of cosines and sines have qk_rope_head_dim / 2 columns.
@@ -89,9 +76,7 @@ class LatentAttention(nn.Module):
             assert self.q_norm is not None
             small = self.q_norm(self.q_down(x_BSD))
         q_THd = self.q_up(small).view(B * S, self.num_heads, nope + turning)
-        small_T1d, k_T1d = (
-            self.kv_down(x_BSD).view(B * S, 1, -1).split([self.rank, turning], dim=-1)
-        )
+        small_T1d, k_T1d = self.kv_down(x_BSD).view(B * S, 1, -1).split([self.rank, turning], dim=-1)
         half = cos.shape[-1]
         cos, sin = (t.expand(B, -1, half).reshape(-1, 1, half) for t in (cos, sin))
         q_nope, q_turned = q_THd[..., :nope], self._turn(q_THd[..., nope:], cos, sin)
@@ -156,8 +141,6 @@ class LatentAttention(nn.Module):
         """Weight of `kv_up`, (H * (nope + v), R), with the update of an adapter around it."""
         if type(self.kv_up) is Linear:
             return self.kv_up.weight
-        eye = torch.eye(
-            self.rank, dtype=self.kv_norm.weight.dtype, device=self.kv_norm.weight.device
-        )
+        eye = torch.eye(self.rank, dtype=self.kv_norm.weight.dtype, device=self.kv_norm.weight.device)
         product: Tensor = self.kv_up(eye)
         return product.t()

@@ -29,13 +29,8 @@ def check_model_arguments(config: Any, kind: type, dtype: Any) -> None:
 
 
 def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
-    """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is "meta".
-
-    Args:
-        model: the model on "meta".
-        device: device of the parameters; None: torch's default.
-        seed: seed of the weights; None: a fresh one from torch's default generator.
-    """
+    """Allocate the parameters of a model built on "meta", and draw its initial weights; do nothing if `device` is
+    "meta"."""
     target = torch.get_default_device() if device is None else torch.device(device)
     if target.type != "meta":
         model.to_empty(device=target)
@@ -50,7 +45,8 @@ def init_by_spec(
     std: float,
     out_std: Callable[[str], float] | None = None,
 ) -> None:
-    """Initialise every parameter by the spec: N(0, std^2), norms 1, biases 0. MoE layers follow `MoELayer.reset_parameters`.
+    """Initialise every parameter by the spec: N(0, std^2), norms 1, biases 0. MoE layers follow
+    `MoELayer.reset_parameters`.
 
     The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
@@ -86,30 +82,18 @@ class FeedForward(nn.Module):
 
     def make_feed_forward(
         self,
-        moe: MoEConfig,
-        num_experts: int,
+        moe: MoEConfig,  # options of a layer with experts
+        num_experts: int,  # experts of the layer; 0: it is dense
         *,
-        dim: int,
-        hidden_dim: int,
-        activation: str,
-        layer_index: int,
-        bias: bool = False,
-        arithmetic: OpSet = DEFAULT_OPS,
-        **place: Any,
+        dim: int,  # model width
+        hidden_dim: int,  # hidden size of a dense layer, and of the residual MLP beside experts
+        activation: str,  # activation of experts or of a dense layer
+        layer_index: int,  # index of the layer in the model
+        bias: bool = False,  # whether a dense layer has biases
+        arithmetic: OpSet = DEFAULT_OPS,  # op set of a dense layer in evaluation
+        **place: Any,  # device and dtype of the parameters
     ) -> None:
-        """Create the feed-forward layer.
-
-        Args:
-            moe: options of a layer with experts.
-            num_experts: experts of the layer; 0: it is dense.
-            dim: model width.
-            hidden_dim: hidden size of a dense layer, and of the residual MLP beside experts.
-            activation: activation of experts or of a dense layer.
-            layer_index: index of the layer in the model.
-            bias: whether a dense layer has biases.
-            arithmetic: op set of a dense layer in evaluation.
-            **place: device and dtype of the parameters.
-        """
+        """Create the feed-forward layer."""
         self.moe = self.ffn = None
         if num_experts:
             self.moe = MoELayer.from_config(
@@ -132,7 +116,8 @@ class FeedForward(nn.Module):
             )
 
     def feed_forward(self, x_TD: Tensor, **call: Any) -> tuple[Tensor, RoutingStats | None]:
-        """Output (T, D) for (T, D), and the routing statistics of a layer with experts; `call` is passed to `MoELayer`."""
+        """Output (T, D) for (T, D), and the routing statistics of a layer with experts; `call` is passed to
+        `MoELayer`."""
         if self.moe is not None:
             y_TD, stats = self.moe(x_TD, **call)
             return y_TD, stats

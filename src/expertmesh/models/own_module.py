@@ -25,20 +25,13 @@ Module = nn.Module | Callable[[], nn.Module]
 """A module, or a class or function that returns one."""
 
 FAMILY_NAME = "module"
-_RETURN = (
-    "return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
-)
+_RETURN = "return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
 
 _TAKEN = {"loss": "the loss itself", "items": "the number of samples"}
 
 
 class OwnBuilder(ModelBuilder):
-    """Builder for a user-defined module.
-
-    Args:
-        config: the run's configuration.
-        module: the module, or a class or function that returns it.
-    """
+    """Builder for a user-defined module. `module`: the module, or a class or function that returns it."""
 
     def __init__(self, config: RunConfig, module: Module) -> None:
         super().__init__(config)
@@ -54,19 +47,19 @@ class OwnBuilder(ModelBuilder):
         return module.to(device, dtype)
 
     def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """The module, placed by `ModelBuilder.place`; a module given as an instance must have equal weights on all ranks."""
+        """The module, placed by `ModelBuilder.place`; a module given as an instance must have equal weights on all
+        ranks."""
         if ranks.world is not None and isinstance(self._module, nn.Module):
             digest = hashlib.sha256()
             for tensor in self._module.state_dict().values():
                 # flattened, because a scalar (BatchNorm's counter) cannot be viewed as bytes
                 digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-            ranks.check_equal(
-                digest.hexdigest(), what="the module's weights (give its class, not one)"
-            )
+            ranks.check_equal(digest.hexdigest(), what="the module's weights (give its class, not one)")
         module = super().place(device=device, dtype=dtype, ranks=ranks)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
-                f"module: {type(module).__name__} has no parameter that requires a gradient; there is nothing to train, give one that has"
+                f"module: {type(module).__name__} has no parameter that requires a gradient; there is nothing to "
+                "train, give one that has"
             )
         return module
 
@@ -75,24 +68,19 @@ class OwnModule(Task):
     """Task of a user-defined module, with samples and a loss.
 
     Args:
-        config: the run's configuration.
-        module: the module, or a class or function that returns it.
-        data: see `expertmesh.data.samples.data_of`.
-        validation: see `expertmesh.data.samples.data_of`.
         loss: called as loss(model, *batch); returns a scalar mean over the batch's samples, and then, in any order,
             RoutingStats and a dictionary of other means by name; "loss" and "items" are taken.
-        metric: name of the mean that evaluations are compared by.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunConfig,  # the run's configuration
         *,
-        module: Module,
-        data: Any = None,
-        validation: Any = None,
+        module: Module,  # the module, or a class or function that returns it
+        data: Any = None,  # see `expertmesh.data.samples.data_of`
+        validation: Any = None,  # see `expertmesh.data.samples.data_of`
         loss: Callable[..., Any] | None = None,
-        metric: str = "loss",
+        metric: str = "loss",  # name of the mean that evaluations are compared by
     ) -> None:
         self.config, self.builder = config, OwnBuilder(config, module)
         self._samples, self._validation = data, validation
@@ -110,7 +98,8 @@ class OwnModule(Task):
         value, stats, _ = self._call(model, batch)
         if not any(one.requires_grad for one in (value, *(s.aux_loss + s.z_loss for s in stats))):
             raise ConfigError(
-                "loss: depends on no parameter of the module; compute it from what the model returns, without detach(), item() or no_grad()"
+                "loss: depends on no parameter of the module; compute it from what the model returns, without "
+                "detach(), item() or no_grad()"
             )
         return Loss(value * num_samples(batch), stats)
 
@@ -121,13 +110,12 @@ class OwnModule(Task):
         found: dict[str, Tensor | float] = {**measures, "loss": value}
         if self._metric not in found:
             raise ConfigError(
-                f"metric={self._metric}: loss returned {', '.join(found)}; name one of these, or return it in the dictionary"
+                f"metric={self._metric}: loss returned {', '.join(found)}; name one of these, or return it in the "
+                "dictionary"
             )
         return {name: mean * count for name, mean in found.items()} | {"items": count}
 
-    def _call(
-        self, model: nn.Module, batch: Batch
-    ) -> tuple[Tensor, list[RoutingStats], dict[str, Any]]:
+    def _call(self, model: nn.Module, batch: Batch) -> tuple[Tensor, list[RoutingStats], dict[str, Any]]:
         """The user's loss, the routing statistics, and the other measures."""
         assert self._loss is not None, "a run is trained with a loss"
         with collect_stats() as collected:
@@ -167,12 +155,6 @@ class OwnModule(Task):
 
 
 def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
-    """The family of a user-defined module.
-
-    Args:
-        module: see `OwnModule`.
-        metric: name of the measure that evaluations are compared by.
-        parts: data, validation and loss of `OwnModule`.
-    """
+    """The family of a user-defined module."""
     task = partial(OwnModule, module=module, metric=metric, **parts)
     return Family(FAMILY_NAME, task=task, metric=Metric(metric, metric, metric[:10]))

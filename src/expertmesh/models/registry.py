@@ -38,11 +38,8 @@ DEFAULT = GPT
 
 
 def find_family(name: str) -> Family:
-    """A known family by its name, or any family by "module:name"; the working directory is searched for modules, too.
-
-    Raises:
-        ConfigError: the name is unknown, its package is absent, the import fails, or the object is not a `Family`.
-    """
+    """A known family by its name, or any family by "module:name"; the working directory is searched for modules,
+    too."""
     module, colon, attribute = name.partition(":")
     if not colon:
         if name in FAMILIES.names:
@@ -81,8 +78,8 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
             (`{"train": {"steps": 20}}`). A warm-up that does not fit into fewer steps is shortened with them.
 
     Returns:
-        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`. The `model` of a GPT recipe
-        builds an `expertmesh.GPT`.
+        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`. The `model` of a GPT
+        recipe builds an `expertmesh.GPT`.
 
     Raises:
         ConfigError: there is no such recipe or option, or a value breaks a rule.
@@ -113,22 +110,15 @@ def recipe_owners() -> dict[str, Family]:
 
 
 def absent_families() -> str:
-    """End of a message about an unknown recipe that names the families that cannot be imported; "" if there are none."""
+    """End of a message about an unknown recipe that names the families that cannot be imported; "" if there are
+    none."""
     absent = [name for name in FAMILIES.names if name not in FAMILIES]
     why = command(f"train --family {absent[0]}") if absent else ""
     return f"; not imported: {', '.join(absent)} ({why} says why)" if absent else ""
 
 
 def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """A validated copy of a configuration.
-
-    Args:
-        default: the configuration to copy.
-        changes: new values by dotted name, or in sections; other values of a given section stay.
-
-    Raises:
-        ConfigError: the changes are not a mapping, a name is unknown, or a value breaks a rule.
-    """
+    """A validated copy of a configuration."""
     if not isinstance(changes, Mapping):
         raise ConfigError(
             f"changes={shown(changes)}: must be options and their values; for example {{'train.steps': 20}}"

@@ -15,7 +15,6 @@ def replaying(model: Any, ids_TK: Sequence[Tensor]) -> Iterator[None]:
     """Context in which MoE layers use the given expert ids; routing weights are computed at these experts.
 
     Args:
-        model: a GPT.
         ids_TK: (T, K) int64 expert ids of each MoE layer in order, the number of its experts where there is none.
     """
     handles = []

@@ -11,13 +11,7 @@ from expertmesh.moe.layer import MoELayer
 
 
 def adapt(model: nn.Module, config: RunConfig, *, dtype: torch.dtype) -> None:
-    """Put a run's adapters on its model, whose weights then rest.
-
-    Args:
-        model: a model that is whole, with memory or without.
-        config: configuration of the run.
-        dtype: type of the weights, for factors that are at least FP32.
-    """
+    """Put a run's adapters on its model, whose weights then rest."""
     options, moe = config.adapter, getattr(config.model, "moe", None)
     if not options.rests:
         return

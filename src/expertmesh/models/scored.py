@@ -1,4 +1,5 @@
-"""Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at once."""
+"""Log-probabilities of given tokens from hidden states, in chunks of rows: the logits of all rows are never held at
+once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +20,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scores(NamedTuple):
-    """Scores of rows, each of which has a target.
+    """Scores of rows, each of which has a target."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
-        entropies_R: (R,) entropies in nats of the rows' distributions, in the same dtype; None: not asked for.
-    """
-
-    logprobs_R: Tensor
+    logprobs_R: Tensor  # (R,) log-probabilities of the targets, FP32 or FP64
+    # (R,) entropies in nats of the rows' distributions, in the same dtype; None: not asked for
     entropies_R: Tensor | None = None
 
 
@@ -43,7 +40,8 @@ class Head(Linear):
         weight: Tensor | None = None,
         **how: Any,
     ) -> Any:
-        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see `Linear`."""
+        """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see
+        `Linear`."""
         if targets_R is None:
             return super().forward(x, weight)
         linear = self.arithmetic.in_mode(self.training).linear
@@ -56,30 +54,25 @@ class Head(Linear):
 
 def score_rows(
     h_RD: Tensor,
-    head_VD: Tensor,
-    targets_R: Tensor,
+    head_VD: Tensor,  # (V, D) output matrix
+    targets_R: Tensor,  # (R,) int64 tokens, in 0 ... V - 1.
     *,
     linear: Product,
-    label_smoothing: float = 0.0,
-    temperature: float = 1.0,
-    entropy: bool = False,
+    label_smoothing: float = 0.0,  # s, in [0, 1)
+    temperature: float = 1.0,  # divisor of the logits, above 0
+    entropy: bool = False,  # whether the entropies -sum_v p_v log p_v of the rows are returned, too
     more: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> Scores:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that do
-    not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
-    backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary and
-    over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). Rows that
+    do not fit into one chunk (`chunk_rows`) are saved as hidden states, and their logits are computed again in the
+    backward pass; the logits of a single chunk are kept, and overwritten by their gradient. Sums over the vocabulary
+    and over chunks are in FP32 (FP64 for FP64). A frozen head gets no gradient.
 
     Args:
         h_RD: (R, D) hidden states, any floating dtype; under autocast it and the head are cast to autocast's dtype.
-        head_VD: (V, D) output matrix.
-        targets_R: (R,) int64 tokens, in 0 ... V - 1.
         linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
-        label_smoothing: s, in [0, 1).
-        temperature: divisor of the logits, above 0.
-        entropy: whether the entropies -sum_v p_v log p_v of the rows are returned, too.
         more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
 
     Returns:
@@ -125,9 +118,7 @@ class _ScoredRows(torch.autograd.Function):
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
                 logits = _logits(kept, rows, how.linear)
-                losses_R = row_losses(
-                    logits, targets_R[rows], how.smoothing, temperature=how.temperature
-                )
+                losses_R = row_losses(logits, targets_R[rows], how.smoothing, temperature=how.temperature)
                 scores_R[rows] = losses_R.neg_()
                 if entropies_R is not None:
                     entropies_R[rows] = row_entropies(logits, how.temperature)
@@ -136,9 +127,7 @@ class _ScoredRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None) -> tuple[Tensor | None, ...]:
         targets_R, logits, *pairs = ctx.saved_tensors
         needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*pairs[:2]), ctx.how
         if grad_R is None:

@@ -15,11 +15,7 @@ from expertmesh.parallel.serving import ServingDegrees
 def spread_for_engine(
     model: Any, config: ParallelConfig, world: World
 ) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
-    """Shard a model over ranks, in place; see `spread_gpt_for_engine`. Every rank must call.
-
-    Raises:
-        ConfigError: the model is not a GPT, which one process must serve, or the degrees do not fit.
-    """
+    """Shard a model over ranks, in place; see `spread_gpt_for_engine`. Every rank must call."""
     if not isinstance(model, GPT):
         raise ConfigError(
             f"parallel: {type_of(model)} is served by one process; leave it out, or open the model as our GPT"

@@ -65,8 +65,8 @@ class Loss(NamedTuple):
     Attributes:
         total: scalar, **summed** over the items of these samples; the trainer divides by the items of the whole batch.
         stats: routing statistics of every MoE layer, in layer order; their losses are added by the trainer.
-        sums: sums over these samples by name, as `Task.measure` returns them, of which `Task.evaluation` makes the step's measures;
-            every call returns the same names.
+        sums: sums over these samples by name, as `Task.measure` returns them, of which `Task.evaluation` makes the
+            step's measures; every call returns the same names.
     """
 
     total: Tensor
@@ -79,27 +79,21 @@ class Part:
     """Part of a run's batch that a call of `Task.loss` or `Task.measure` processes.
 
     Attributes:
-        step: the step of the run, from 0.
-        rows: slice of its samples in the whole batch.
-        ranks: the ranks that work on the batch.
-        num_items: items of these samples, counted by `Task.progress_items` before the samples went to the device: always in
-            training, in evaluations if the task `measures_items`; None: not counted.
+        num_items: items of these samples, counted by `Task.progress_items` before the samples went to the device:
+            always in training, in evaluations if the task `measures_items`; None: not counted.
     """
 
-    step: int
-    rows: slice
-    ranks: Ranks
+    step: int  # the step of the run, from 0
+    rows: slice  # slice of its samples in the whole batch
+    ranks: Ranks  # the ranks that work on the batch
     num_items: int | None = None
 
-    def token_index(
-        self, tokens_per_sample: int, device: torch.device, *, stride: int | None = None
-    ) -> Tensor:
+    def token_index(self, tokens_per_sample: int, device: torch.device, *, stride: int | None = None) -> Tensor:
         """Indices (T,) int64 of its tokens in the whole batch, which key the noise of routers.
 
         Args:
-            tokens_per_sample: tokens of a sample in this part.
-            device: device of the result.
-            stride: tokens of a sample before `Task.cut` removed the last ones, which keep their indices; None: none removed.
+            stride: tokens of a sample before `Task.cut` removed the last ones, which keep their indices; None: none
+                removed.
         """
         start, stop = self.rows.start, self.rows.stop
         stride = tokens_per_sample if stride is None else stride
@@ -114,31 +108,19 @@ class Part:
 
 
 class Begin(NamedTuple):
-    """Beginning of a call of the trainer, for `Task.begin`.
+    """Beginning of a call of the trainer, for `Task.begin`."""
 
-    Attributes:
-        step: steps done before.
-        folder: the run directory, for values that a resumed run cannot compute again; rank 0 writes.
-        ranks: the ranks.
-    """
-
-    step: int
-    folder: Path
+    step: int  # steps done before
+    folder: Path  # the run directory, for values that a resumed run cannot compute again; rank 0 writes
     ranks: Ranks
 
 
 class Baseline(NamedTuple):
-    """Simple baseline that a trained model should beat.
+    """Simple baseline that a trained model should beat."""
 
-    Attributes:
-        name: display name.
-        short: short display name.
-        value: the family's metric on all of the validation data.
-    """
-
-    name: str
-    short: str
-    value: float
+    name: str  # display name
+    short: str  # short display name
+    value: float  # the family's metric on all of the validation data
 
 
 class Task(ABC):
@@ -154,7 +136,8 @@ class Task(ABC):
     measures_items = False
     """Whether `measure` needs the number of its items on the host, as `Part.num_items`."""
     evaluates = False
-    """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's mode."""
+    """Whether `loss` computes as in evaluation, without router noise, masking and dropout; the trainer sets the model's
+    mode."""
     num_updates = 1
     """Optimizer steps with an enriched batch, each on an equal part of its samples."""
     has_lessons = False
@@ -196,7 +179,8 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> Mapping[str, Tensor | float]:
-        """Sums over validation samples in evaluation mode, under autocast, by name; every call returns the same names."""
+        """Sums over validation samples in evaluation mode, under autocast, by name; every call returns the same
+        names."""
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Results of an evaluation, with "loss" and the family's metric. Default: each sum divided by the sum "items".
@@ -213,7 +197,8 @@ class Task(ABC):
     def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
         """Prepare what the steps need of the model as it is when a run begins or goes on. Default: nothing.
 
-        Called once by the trainer on every rank, under autocast, with the weights loaded and before the first evaluation.
+        Called once by the trainer on every rank, under autocast, with the weights loaded and before the first
+        evaluation.
 
         Args:
             model: the model, in the mode of training.
@@ -223,11 +208,12 @@ class Task(ABC):
         return
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
-        """The whole batch of a step with what the model says of it: sampled answers, scores, numbers of the whole batch.
+        """The whole batch of a step with what the model says of it: sampled answers, scores, numbers of the whole
+        batch.
 
-        Called once per step by the trainer, without gradients, under autocast, before items are counted; not in evaluations. Ranks
-        that compute take the samples `ranks.rows(0, num_samples(batch))` each and exchange results (`ranks.gather`), so that the
-        result does not depend on micro-batches and ranks. Default: unchanged.
+        Called once per step by the trainer, without gradients, under autocast, before items are counted; not in
+        evaluations. Ranks that compute take the samples `ranks.rows(0, num_samples(batch))` each and exchange results
+        (`ranks.gather`), so that the result does not depend on micro-batches and ranks. Default: unchanged.
 
         Args:
             model: the model, in the mode of training.
@@ -245,15 +231,18 @@ class Task(ABC):
         return num_samples(batch)
 
     def progress_items(self, batch: Batch) -> int:
-        """Number of the family's items (`Family.items`) in an enriched batch, for progress and rates. Default: `num_items`."""
+        """Number of the family's items (`Family.items`) in an enriched batch, for progress and rates. Default:
+        `num_items`."""
         return self.num_items(batch)
 
     def num_routed(self, batch: Batch, ranks: Ranks) -> Sequence[int]:
-        """Tokens over which the routing losses of each MoE layer are averaged, in layer order; one number stands for all layers.
+        """Tokens over which the routing losses of each MoE layer are averaged, in layer order; one number stands for
+        all layers.
 
         Args:
             batch: the batch on the CPU.
-            ranks: the ranks; if they share sequences, each counts its own positions. Default: an equal part of the items.
+            ranks: the ranks; if they share sequences, each counts its own positions. Default: an equal part of the
+                items.
         """
         return [self.num_items(batch) // ranks.tp_degree]
 
@@ -283,17 +272,9 @@ class Task(ABC):
         return None
 
 
-def micro_batches(
-    task: Task, batch: Batch, size: int, ranks: Ranks
-) -> Iterator[tuple[slice, Batch]]:
-    """Parts of a batch of all ranks: this rank's rows of each micro-batch, and its samples there, cut as all ranks' are.
-
-    Args:
-        task: cuts the samples.
-        batch: samples of all ranks, on the CPU.
-        size: samples of a micro-batch on all ranks.
-        ranks: the ranks.
-    """
+def micro_batches(task: Task, batch: Batch, size: int, ranks: Ranks) -> Iterator[tuple[slice, Batch]]:
+    """Parts of a batch of all ranks: this rank's rows of each micro-batch, and its samples there, cut as all ranks'
+    are."""
     count = num_samples(batch)
     for start in range(0, count, size):
         stop = min(start + size, count)

@@ -15,42 +15,33 @@ _BLOCK_ELEMENTS_GPU = 1 << 28
 
 
 class DistillTargets(NamedTuple):
-    """Teacher logits for the same tokens, and weight and temperature of distillation.
+    """Teacher logits for the same tokens, and weight and temperature of distillation."""
 
-    Attributes:
-        logits_BSV: (B, S, V) teacher logits, any floating dtype, without gradient.
-        weight: beta, weight of the KL divergence that is added to the loss.
-        temperature: T, temperature of both softmaxes.
-    """
-
-    logits_BSV: Tensor
-    weight: float
-    temperature: float
+    logits_BSV: Tensor  # (B, S, V) teacher logits, any floating dtype, without gradient
+    weight: float  # beta, weight of the KL divergence that is added to the loss
+    temperature: float  # T, temperature of both softmaxes
 
 
 def token_losses(
-    logits_BSV: Tensor,
-    targets_BS: Tensor,
+    logits_BSV: Tensor,  # (B, S, V), or (T, V), any floating dtype
+    targets_BS: Tensor,  # (B, S), or (T,), int64
     *,
-    label_smoothing: float = 0.0,
-    distill: DistillTargets | None = None,
+    label_smoothing: float = 0.0,  # s, in [0, 1)
+    distill: DistillTargets | None = None,  # teacher logits; None: no distillation
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
 
-    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With teacher
-    logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With
+    teacher logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
 
-    Forward and backward compute in FP32 (FP64 for FP64 logits) over blocks of rows. No FP32 copy of all logits is made, and on
-    a CPU the rows stay in its cache.
+    Forward and backward compute in FP32 (FP64 for FP64 logits) over blocks of rows. No FP32 copy of all logits is made,
+    and on a CPU the rows stay in its cache.
 
     Args:
-        logits_BSV: (B, S, V), or (T, V), any floating dtype.
-        targets_BS: (B, S), or (T,), int64.
-        label_smoothing: s, in [0, 1).
-        distill: teacher logits; None: no distillation.
         overwrite_logits: whether the backward pass writes the gradient into the memory of the logits, which must not be
-            used afterwards. This saves the largest tensor of a small model's step, and memory just read is fast to write.
+            used afterwards. This saves the largest tensor of a small model's step, and memory just read is fast to
+            write.
 
     Returns:
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.

@@ -1,4 +1,5 @@
-"""Sparse upcycling: the feed-forward blocks of a trained dense model become mixture-of-experts layers with their weights.
+"""Sparse upcycling: the feed-forward blocks of a trained dense model become mixture-of-experts layers with their
+weights.
 
 Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), He et al., arXiv 2410.07524 (fine-grained experts
 that are slices of it, chosen in virtual groups), and Nakamura et al., arXiv 2502.19261 (partly redrawn copies).
@@ -42,24 +43,15 @@ _collected: ContextVar["CollectedStats | None"] = ContextVar("collected", defaul
 
 @dataclass
 class CollectedStats:
-    """The routing statistics of the forward passes inside one `collect_stats`.
+    """The routing statistics of the forward passes inside one `collect_stats`."""
 
-    Attributes:
-        layers: one entry per call of a mixture-of-experts block, in order.
-    """
-
+    # one entry per call of a mixture-of-experts block, in order
     layers: list[RoutingStats] = field(default_factory=list)
 
     def loss(self) -> Tensor:
-        """Sum of the weighted balance and z-losses of all calls; add it to the training loss.
-
-        Raises:
-            ConfigError: no block ran inside the context.
-        """
+        """Sum of the weighted balance and z-losses of all calls; add it to the training loss."""
         if not self.layers:
-            raise ConfigError(
-                "no mixture-of-experts block ran inside collect_stats; call the upcycled model in it"
-            )
+            raise ConfigError("no mixture-of-experts block ran inside collect_stats; call the upcycled model in it")
         return torch.stack([s.aux_loss + s.z_loss for s in self.layers]).sum()
 
 
@@ -86,9 +78,6 @@ class MoEBlock(nn.Module):
     """A mixture-of-experts layer in the place of a feed-forward block: tensor in, tensor out.
 
     Its routing statistics are added to an open `collect_stats`, if there is one.
-
-    Args:
-        layer: the layer.
     """
 
     def __init__(self, layer: MoELayer) -> None:
@@ -119,25 +108,28 @@ def upcycle(
 ) -> list[str]:
     """Turn every n-th feed-forward block of a dense model into a mixture-of-experts layer, in place.
 
-    Blocks are found by structure and numbers (`match_mlp`), not by class names: transformers' Llama, Qwen, Mistral, GPT-NeoX
-    and the like, or a model of your own. Experts are copies of the block and the routing weights of a token sum to one, so
-    that the model computes the same function as before, to rounding. With `granularity` g every copy is cut into g experts
-    along its hidden size. The router starts with equal rows for the g slices of a copy (a virtual group), so that tokens
-    choose whole copies at first.
+    Blocks are found by structure and numbers (`match_mlp`), not by class names: transformers' Llama, Qwen, Mistral,
+    GPT-NeoX and the like, or a model of your own. Experts are copies of the block and the routing weights of a token
+    sum to one, so that the model computes the same function as before, to rounding. With `granularity` g every copy is
+    cut into g experts along its hidden size. The router starts with equal rows for the g slices of a copy (a virtual
+    group), so that tokens choose whole copies at first.
 
-    A GPT of expertmesh stays a GPT: its configuration gets the experts, and it is saved and trained like any other. A model of
-    transformers keeps its class, and files that it saves do not describe the experts. `integrations.transformers.as_moe_model`
-    turns it into a Mixtral or Qwen3-MoE; or upcycle again the same way and `load_state_dict`.
+    A GPT of expertmesh stays a GPT: its configuration gets the experts, and it is saved and trained like any other. A
+    model of transformers keeps its class, and files that it saves do not describe the experts.
+    `integrations.transformers.as_moe_model` turns it into a Mixtral or Qwen3-MoE; or upcycle again the same way and
+    `load_state_dict`.
 
     Args:
         model: the dense model; its blocks are on any device, but not on the meta device.
         every: blocks number every - 1, 2 every - 1, ... are replaced; 1: all.
         num_experts: copies of the block (E / granularity).
         top_k: copies that a token uses (K / granularity).
-        granularity: experts that a copy is cut into (g); it must divide the hidden size, and more than 1 needs the linear router.
-        noise_std: standard deviation of Gaussian noise on each copied weight tensor, relative to the tensor's own; 0: none.
-        redraw: fraction of the hidden units of each expert that are redrawn, so that experts differ from the start (0.5 in
-            Drop-Upcycling); the model then no longer computes the dense model's function. 0: none.
+        granularity: experts that a copy is cut into (g); it must divide the hidden size, and more than 1 needs the
+            linear router.
+        noise_std: standard deviation of Gaussian noise on each copied weight tensor, relative to the tensor's own; 0:
+            none.
+        redraw: fraction of the hidden units of each expert that are redrawn, so that experts differ from the start (0.5
+            in Drop-Upcycling); the model then no longer computes the dense model's function. 0: none.
         seed: the seed of routers, noise and redrawn units.
         options: further keywords of `MoELayer`, such as capacity_factor, aux_loss_weight or num_shared_experts.
 
@@ -164,8 +156,10 @@ def upcycle(
     blocks = [name for name, _ in _find_blocks(model)]
     if not blocks:
         raise ConfigError(
-            f"{type(model).__name__} has no feed-forward block that is recognised: none of two nn.Linear, or of three with a gate, with "
-            "silu, gelu (exact), relu or relu squared and without dropout; put MoELayer(experts=...) in the place of its blocks"
+            f"{type(model).__name__} has no feed-forward block that is recognised: none of two nn.Linear, or of three "
+            "with a gate, with "
+            "silu, gelu (exact), relu or relu squared and without dropout; put MoELayer(experts=...) in the place of "
+            "its blocks"
         )
     if every > len(blocks):
         raise ConfigError(
@@ -213,7 +207,8 @@ def moeify(
         The names.
 
     Raises:
-        ConfigError: a module is missing or is no feed-forward block, or an option breaks a rule; the model is left unchanged.
+        ConfigError: a module is missing or is no feed-forward block, or an option breaks a rule; the model is left
+            unchanged.
 
     Example:
         >>> from torch import nn
@@ -229,9 +224,7 @@ def moeify(
     for index, name in enumerate(names):
         for other in names[:index] + names[index + 1 :]:
             if f"{name}.".startswith(f"{other}."):
-                raise ConfigError(
-                    f"names: {name!r} is {other!r} or inside it; name each block once, the whole of it"
-                )
+                raise ConfigError(f"names: {name!r} is {other!r} or inside it; name each block once, the whole of it")
     made = [
         _upcycled(module, mlp, copies, layer_index=index, options=options)
         for index, (_, (module, mlp)) in enumerate(found)
@@ -246,11 +239,8 @@ def moeify(
 
 
 class _Saving:
-    """`save_pretrained` of an upcycled model of transformers, with a warning that its config does not describe the experts.
-
-    Args:
-        model: the model; the first call restores the `save_pretrained` of its class.
-    """
+    """`save_pretrained` of an upcycled model of transformers, with a warning that its config does not describe the
+    experts."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -260,7 +250,8 @@ class _Saving:
         del model.save_pretrained  # warn only once
         _log.warning(
             "%s: config.json describes the dense model, so that from_pretrained draws the replaced blocks anew: save "
-            "expertmesh.integrations.transformers.as_moe_model(model) instead, or read these weights by load_state_dict into a "
+            "expertmesh.integrations.transformers.as_moe_model(model) instead, or read these weights by "
+            "load_state_dict into a "
             "model that em.upcycle made the same way",
             type(model).__name__,
         )
@@ -275,7 +266,8 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _find_blocks(model: nn.Module) -> Iterator[tuple[str, MatchedMLP]]:
-    """Recognised feed-forward blocks with equal input and output width, outermost only, in the order of the model's modules."""
+    """Recognised feed-forward blocks with equal input and output width, outermost only, in the order of the model's
+    modules."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if not name or any(name.startswith(f"{outer}.") for outer in inside):
@@ -290,13 +282,12 @@ def _named(model: nn.Module, name: str) -> tuple[nn.Module, MatchedMLP]:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise ConfigError(
-            f"names: {type(model).__name__} has no module {name!r}; see model.named_modules()"
-        ) from None
+        raise ConfigError(f"names: {type(model).__name__} has no module {name!r}; see model.named_modules()") from None
     mlp = match_mlp(module)
     if mlp is None or not name:
         raise ConfigError(
-            f"names: {name or 'the model itself'!r} ({type(module).__name__}) is not recognised as a feed-forward block of two "
+            f"names: {name or 'the model itself'!r} ({type(module).__name__}) is not recognised as a feed-forward "
+            "block of two "
             "nn.Linear, or of three with a gate, without dropout; name another, or build a MoELayer(experts=...) of it"
         )
     return module, mlp

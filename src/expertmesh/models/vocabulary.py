@@ -15,26 +15,26 @@ from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.ops.dtypes import accumulate_dtype
 
 
-def add_tokens(
-    model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *, special: bool = False
-) -> int:
+def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *, special: bool = False) -> int:
     """Add tokens to a tokenizer, and rows to its model if it has too few; on an error nothing is changed.
 
-    New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build the
-    optimizer and spread the model afterwards. Every rank that has the whole embedding must call.
+    New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build
+    the optimizer and spread the model afterwards. Every rank that has the whole embedding must call.
 
     Args:
-        model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use `resize_token_embeddings`.
+        model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use
+            `resize_token_embeddings`.
         tokenizer: the model's tokenizer; the tokens get the ids behind its own.
         tokens: texts of the tokens; tokens that the tokenizer already has are left out.
-        special: whether they are special tokens, which no text is encoded to and which decoding leaves out; else they are
-            plain text, and every text that contains one is encoded with it.
+        special: whether they are special tokens, which no text is encoded to and which decoding leaves out; else they
+            are plain text, and every text that contains one is encoded with it.
 
     Returns:
         Number of new tokens.
 
     Raises:
-        ConfigError: a token is not a string or is blank, or the model is no language model, spread over ranks, or wrapped.
+        ConfigError: a token is not a string or is blank, or the model is no language model, spread over ranks, or
+            wrapped.
 
     Example:
         >>> model, tokenizer = em.load("runs/text")
@@ -66,9 +66,6 @@ def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = Tr
         model: a GPT or an encoder-decoder of ours, whole, on any device.
         vocab_size: V; rows are added or removed at the end.
         from_mean: whether new rows are the mean of the old ones; else they are N(0, init_std^2).
-
-    Raises:
-        ConfigError: the size breaks a rule, or the model is no language model, spread over ranks, or wrapped.
     """
     found = _resizable(model)
     Number(1, fix="give a number", types=WHOLE).check("vocab_size", vocab_size)
@@ -111,17 +108,13 @@ def _resizable(model: Any) -> LanguageModel:
                 f"{name} is {type_of(module)} that something else wraps; add tokens first, then wrap the model"
             )
         if type(weight.data) is not Tensor or getattr(model, "shared", None) is not None:
-            raise ConfigError(
-                f"{name} is spread over ranks already; add tokens first, then spread the model"
-            )
+            raise ConfigError(f"{name} is spread over ranks already; add tokens first, then spread the model")
     result: LanguageModel = model
     return result
 
 
 @torch.no_grad()
-def _resized(
-    weight: nn.Parameter, num_rows: int, *, seed: int, name: str, std: float | None
-) -> nn.Parameter:
+def _resized(weight: nn.Parameter, num_rows: int, *, seed: int, name: str, std: float | None) -> nn.Parameter:
     old_VD = weight.detach()
     kept = min(len(old_VD), num_rows)
     new_VD = old_VD.new_empty(num_rows, old_VD.shape[1])
@@ -129,7 +122,5 @@ def _resized(
     if std is None:
         new_VD[kept:] = old_VD.to(accumulate_dtype(old_VD.dtype)).mean(0)
     else:
-        init_normal_(
-            new_VD[kept:], std=std, seed=seed, name=f"{name}.{kept}:{num_rows}", per_expert=False
-        )
+        init_normal_(new_VD[kept:], std=std, seed=seed, name=f"{name}.{kept}:{num_rows}", per_expert=False)
     return nn.Parameter(new_VD, requires_grad=weight.requires_grad)

@@ -1,4 +1,5 @@
-"""Balance loss over a global batch that comes in micro-batches: expert counts of earlier micro-batches are kept until the step ends."""
+"""Balance loss over a global batch that comes in micro-batches: expert counts of earlier micro-batches are kept until
+the step ends."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,13 +12,11 @@ from expertmesh.moe.types import RoutingStats
 
 
 class BatchBalance:
-    """Context for the micro-batches of one step: layers with balance_loss_scope="global" balance over all micro-batches so far.
+    """Context for the micro-batches of one step: layers with balance_loss_scope="global" balance over all micro-batches
+    so far.
 
     See `expertmesh.moe.losses.global_balance_loss` for the formula. Other layers are not affected. Call `add` after the
     backward pass of each micro-batch, because activation checkpointing computes its forward pass again.
-
-    Args:
-        model: the module that holds the MoE layers.
 
     Example:
         >>> import torch
@@ -51,15 +50,13 @@ class BatchBalance:
 
         Args:
             stats: the RoutingStats of every MoE layer, in the order of `model.modules()`.
-
-        Raises:
-            ConfigError: a layer has the global scope, and the number of stats is not the number of MoE layers.
         """
         if all(one.balance_sums_RE is None for one in stats):
             return
         if len(stats) != len(self._layers):
             raise ConfigError(
-                f"balance_loss_scope=global: {len(stats)} RoutingStats for {len(self._layers)} MoE layers; return those of each, in"
+                f"balance_loss_scope=global: {len(stats)} RoutingStats for {len(self._layers)} MoE layers; return "
+                "those of each, in"
                 " their order"
             )
         sums: list[Tensor | None] = []

@@ -49,7 +49,8 @@ def make_experts(
     experts: nn.ModuleList | Callable[[int], nn.Module] | None,
     **place: Any,
 ) -> GroupedExperts | ExpertList:
-    """Make grouped experts, or an `ExpertList` of the user's modules; `place` is device and dtype of grouped experts."""
+    """Make grouped experts, or an `ExpertList` of the user's modules; `place` is device and dtype of grouped
+    experts."""
     if experts is None:
         return GroupedExperts(
             num_experts=options.num_experts,
@@ -58,10 +59,7 @@ def make_experts(
             **_of_all_mlps(options),
             **place,
         )
-    if isinstance(experts, nn.ModuleList):
-        modules = [*experts]
-    else:
-        modules = [experts(e) for e in range(options.num_experts)]
+    modules = [*experts] if isinstance(experts, nn.ModuleList) else [experts(e) for e in range(options.num_experts)]
     check_modules(modules)
     return ExpertList(modules, backend=options.backend)
 
@@ -80,7 +78,8 @@ def make_shared_gate(options: LayerOptions, **place: Any) -> Linear | None:
 
 
 def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, Linear | None]:
-    """Make PR-MoE's residual MLP and the map D -> 2 to its mixing coefficients, or (None, None). `place` is device and dtype."""
+    """Make PR-MoE's residual MLP and the map D -> 2 to its mixing coefficients, or (None, None). `place` is device and
+    dtype."""
     if not options.residual:
         return None, None
     hidden_dim = options.residual_hidden_dim or options.hidden_dim

@@ -29,13 +29,7 @@ Ratio = tuple[int, int]
 
 
 def choice_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio:
-    """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases.
-
-    Args:
-        options: the layer's options.
-        factor: the capacity factor given for this call, or None.
-        training: whether the layer is in training mode.
-    """
+    """Capacity factor of expert-choice routing: 1 if none is given; `max_capacity_factor` bounds it in both cases."""
     if options.router != "expert_choice":
         return 1, 1  # only expert choice uses it
     given = _given(options, factor, training) or 1.0
@@ -44,13 +38,7 @@ def choice_factor(options: LayerOptions, factor: float | None, *, training: bool
 
 def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio | None:
     """Capacity factor by which choices are dropped in a call, or None if the call is dropless. All processes get the
-    same. Expert-choice routing gets None: it applies its capacity while it chooses.
-
-    Args:
-        options: the layer's options.
-        factor: the capacity factor given for this call, or None.
-        training: whether the layer is in training mode.
-    """
+    same. Expert-choice routing gets None: it applies its capacity while it chooses."""
     in_force = smaller_factor(_given(options, factor, training), options.max_capacity_factor)
     if options.router == "expert_choice" or in_force is None:
         return None
@@ -208,16 +196,13 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
     Args:
         segment_N: (N,) int64 index of each slot's queue.
         order_N: (N,) int64 slots in order of arrival; None: 0, 1, 2, ...
-        num_segments: number of queues.
 
     Returns:
         (N,) int64. Linear in N but for the stable sort of small integers; no (N, segments) one-hot.
     """
     arrived = segment_N if order_N is None else segment_N[order_N]
     sorted_N, by_segment = torch.sort(arrived.to(torch.int32), stable=True)
-    starts = torch.searchsorted(
-        sorted_N, torch.arange(num_segments, dtype=torch.int32, device=segment_N.device)
-    )
+    starts = torch.searchsorted(sorted_N, torch.arange(num_segments, dtype=torch.int32, device=segment_N.device))
     rows = torch.arange(segment_N.shape[0], device=segment_N.device)
     rank_sorted = rows - starts[sorted_N]
     slot_sorted = by_segment if order_N is None else order_N[by_segment]
@@ -225,18 +210,18 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
 
 
 def assign(
-    routing: Routing,
+    routing: Routing,  # the choices; ids equal to E are not live. Scores are read by "priority" only.
     *,
-    num_experts: int,
-    factor: Ratio,
-    min_capacity: int,
-    policy: str,
-    group_size: int | None,
-    renormalize: bool,
-    token_mask_T: Tensor | None,
-    noise_key: Tensor,
-    token_index_T: Tensor,
-    layer_index: int,
+    num_experts: int,  # E
+    factor: Ratio,  # capacity factor, exact
+    min_capacity: int,  # least rows per expert and routing group
+    policy: str,  # first, priority, weight or random
+    group_size: int | None,  # tokens per routing group; None: all tokens of the call
+    renormalize: bool,  # scale the weights of a token's kept slots to the sum of the weights of all its live slots
+    token_mask_T: Tensor | None,  # (T,) True for real tokens, or None
+    noise_key: Tensor,  # (2,) int64, for "random"
+    token_index_T: Tensor,  # (T,) int64, for "random"
+    layer_index: int,  # for "random"
 ) -> Routing:
     """Drop the rows of each expert and routing group that exceed C = max(min_capacity, ceil(K * T_g / E * factor)).
 
@@ -244,25 +229,12 @@ def assign(
     nothing synchronises with the host. `policy` says which rows are kept:
 
     * first: all first choices in token order, then all second choices, ... (GShard).
-    * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight if the
-      router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
+    * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight
+      if the router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
     * weight: choices in descending order of routing weight (DeepSpeed's `probs`).
     * random: uniform over the queue (DeepSpeed's Random Token Selection).
 
     Ties are in the order of "first".
-
-    Args:
-        routing: the choices; ids equal to E are not live. Scores are read by "priority" only.
-        num_experts: E.
-        factor: capacity factor, exact.
-        min_capacity: least rows per expert and routing group.
-        policy: first, priority, weight or random.
-        group_size: tokens per routing group; None: all tokens of the call.
-        renormalize: scale the weights of a token's kept slots to the sum of the weights of all its live slots.
-        token_mask_T: (T,) True for real tokens, or None.
-        noise_key: (2,) int64, for "random".
-        token_index_T: (T,) int64, for "random".
-        layer_index: for "random".
 
     Returns:
         The routing with id E at dropped slots, num_dropped, and max_rows, a static bound on the kept rows.
@@ -282,12 +254,8 @@ def assign(
     # the token's largest score over all experts, before weights are normalised
     scores_TE = routing.scores_TE if policy == "priority" else None
     priority_T = None if scores_TE is None else scores_TE.detach().amax(-1)
-    order = _queue_order(
-        weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T
-    )
-    position_KT = queue_positions(
-        segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
-    ).view(K, T)
+    order = _queue_order(weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T)
+    position_KT = queue_positions(segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)).view(K, T)
     kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
     if renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)

@@ -64,9 +64,7 @@ def check_module(model: Any) -> None:
     check_type("model", model, nn.Module, "a torch.nn.Module", fix)
 
 
-def check_top_k(
-    top_k: Any, num_experts: int, *, num_groups: int = 1, num_limited_groups: int = 1
-) -> None:
+def check_top_k(top_k: Any, num_experts: int, *, num_groups: int = 1, num_limited_groups: int = 1) -> None:
     """Raise ConfigError unless the top_k of a call is an integer from 1 to the experts that a token may use."""
     fix = "lower top_k or add experts"
     Number(1, num_experts, fix, types=WHOLE, limit="num_experts").check("top_k", top_k)
@@ -74,12 +72,7 @@ def check_top_k(
 
 
 def check_call_factor(value: Any, *, arithmetic: OpSet) -> None:
-    """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None.
-
-    Args:
-        value: the factor.
-        arithmetic: the op set of the call.
-    """
+    """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None."""
     if value is None:
         return
     if not (isinstance(value, float) and value == math.inf):
@@ -95,7 +88,8 @@ def check_dtype(dtype: Any) -> None:
 
 
 def check_draw(seed: Any, *, std: Any, out_std: Any) -> None:
-    """Raise ConfigError unless weights can be drawn with this seed and these standard deviations, each of which may be None."""
+    """Raise ConfigError unless weights can be drawn with this seed and these standard deviations, each of which may be
+    None."""
     _SEED.check("seed", seed)
     _STD.check("std", std)
     _STD.check("out_std", out_std)
@@ -124,22 +118,14 @@ def check_modules(modules: Sequence[Any]) -> None:
         other = first.setdefault(id(module), index)
         if other != index:
             raise ConfigError(
-                f"experts[{index}] is the same module as experts[{other}]; every expert must have its own; build one per index, or"
+                f"experts[{index}] is the same module as experts[{other}]; every expert must have its own; build one "
+                "per index, or"
                 " copy.deepcopy it"
             )
 
 
-def check_input(
-    x: Tensor, *, dim: int, weight: Tensor | None, device: torch.device | None = None
-) -> None:
-    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device.
-
-    Args:
-        x: input.
-        dim: D.
-        weight: the weight of the experts, if they are grouped.
-        device: where they are computed, if not where the weight is.
-    """
+def check_input(x: Tensor, *, dim: int, weight: Tensor | None, device: torch.device | None = None) -> None:
+    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device."""
     check_tensor("x", x, _X, {"D": dim})
     if weight is None:
         return
@@ -156,7 +142,8 @@ def check_input(
         )
     if x.dtype == torch.float64:
         raise ConfigError(
-            f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they must be equal; "
+            f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they "
+            "must be equal; "
             "use x.to(...) or layer.to(...)"
         )
 

@@ -75,15 +75,14 @@ def warn_of_lost_losses() -> None:
         frame = frame.f_back
     if frame is not None:
         warnings.warn(
-            "a MoE layer inside checkpoint(use_reentrant=True): the losses of a RoutingStats have no gradient outside; use"
+            "a MoE layer inside checkpoint(use_reentrant=True): the losses of a RoutingStats have no gradient "
+            "outside; use"
             " use_reentrant=False, or let the checkpointed function return aux_loss and z_loss as tensors of their own",
             stacklevel=2,
         )
 
 
-routing_checkpoint_contexts = functools.partial(
-    create_selective_checkpoint_contexts, routing_checkpoint_policy
-)
+routing_checkpoint_contexts = functools.partial(create_selective_checkpoint_contexts, routing_checkpoint_policy)
 """Context function of selective checkpointing: `checkpoint(function, *args, use_reentrant=False,
 context_fn=routing_checkpoint_contexts)`.
 """

@@ -32,9 +32,7 @@ def _without_memory(module: nn.Module) -> list[str]:
     """Names of the module's own non-persistent buffers on the meta device."""
     own = module._buffers
     return [
-        name
-        for name in module._non_persistent_buffers_set
-        if (buffer := own.get(name)) is not None and buffer.is_meta
+        name for name in module._non_persistent_buffers_set if (buffer := own.get(name)) is not None and buffer.is_meta
     ]
 
 

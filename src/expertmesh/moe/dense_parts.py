@@ -1,4 +1,5 @@
-"""Dense blocks beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixing coefficients."""
+"""Dense blocks beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixing
+coefficients."""
 
 from typing import Any
 
@@ -12,28 +13,18 @@ from expertmesh.ops.op_set import DEFAULT_OPS, OpSet, with_adapter
 
 class Linear(nn.Linear):
     """`nn.Linear` whose product is computed by the model's op set. It is called as a module, so that wrappers of
-    modules (adapters, offload) reach it.
-
-    Args:
-        in_features: K.
-        out_features: N.
-        bias: whether there is a bias (N,).
-        arithmetic: the op set in evaluation.
-        backend: read by the batch-invariant op set only.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
-    """
+    modules (adapters, offload) reach it."""
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: int,  # K
+        out_features: int,  # N
         *,
-        bias: bool = False,
-        arithmetic: OpSet = DEFAULT_OPS,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        bias: bool = False,  # whether there is a bias (N,)
+        arithmetic: OpSet = DEFAULT_OPS,  # the op set in evaluation
+        backend: str = "auto",  # read by the batch-invariant op set only
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.arithmetic, self.backend = arithmetic, backend

@@ -27,8 +27,8 @@ class Dispatched:
 
     Attributes:
         x_TD: tokens, in the dtype of the layer's input.
-        expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the number
-            of experts, or of local ones) means "no expert".
+        expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the
+            number of experts, or of local ones) means "no expert".
         weights_TK: (T, K) routing weights of these slots.
         max_rows: upper bound on the number of live slots, known on the host; or None.
         capacity_factor: approximate upper bound on an expert's rows, as a multiple of the mean; None: no bound. Equal
@@ -46,9 +46,7 @@ class Dispatched:
         """Pair this process's tokens with the choices that the capacity kept."""
         weights_TK = routing.weights_TK
         assert weights_TK is not None
-        return Dispatched(
-            call.x_TD, routing.expert_ids_TK, weights_TK, routing.max_rows, call.capacity_factor
-        )
+        return Dispatched(call.x_TD, routing.expert_ids_TK, weights_TK, routing.max_rows, call.capacity_factor)
 
     def advance(self) -> None:
         """Do nothing: no token is in flight."""
@@ -70,12 +68,11 @@ class Experts(Protocol):
         max_rows: int | None,
         parameters: ExpertParameters | None,
     ) -> Tensor:
-        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not None."""
+        """Compute (T, D) weighted sums over each token's local experts. `parameters` replaces the module's own if not
+        None."""
 
 
-def apply_experts(
-    experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None
-) -> Tensor:
+def apply_experts(experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None) -> Tensor:
     """Run experts on tokens that have arrived, with local expert ids: (T, D), one partial sum per token."""
     with phase("experts"):
         return experts(
@@ -91,7 +88,8 @@ class RoundTrip(Protocol):
     """Dispatch and combine in flight, from `start` until the sums have returned."""
 
     def advance(self) -> None:
-        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to call."""
+        """Send the tokens that `start` had to hold back until row counts of other processes arrived. Optional to
+        call."""
 
     def finish(self, experts: Experts) -> Tensor:
         """Wait for arriving tokens, run the experts on them, and return the sums to the tokens' processes.
@@ -110,16 +108,8 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call it, with any number of tokens, 0 included.
     """
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
-        """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too.
-
-        Args:
-            tokens: the tokens of this process, with global expert ids.
-            way: dispatch options of this call.
-
-        Raises:
-            ConfigError: the dispatcher does not support an option.
-        """
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> RoundTrip:
+        """Start the dispatch. Computation of the caller before `finish` overlaps with it, in the backward too."""
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum a tensor over all processes that work on the batch; differentiable once, for a sum of their losses."""
@@ -134,41 +124,33 @@ _AT_HOME = {
 """Values of dispatch options that one process accepts, because they ask for no other process."""
 
 
-def check_at_home(way: DispatchOptions) -> None:
+def check_at_home(dispatch: DispatchOptions) -> None:
     """Raise ConfigError if dispatch options ask a layer on one process for more than one."""
-    _check_options(way)
-    for name in (field.name for field in fields(way)):
-        value = getattr(way, name)
+    _check_options(dispatch)
+    for name in (field.name for field in fields(dispatch)):
+        value = getattr(dispatch, name)
         # not `in`, which would compare a tensor element by element
-        if not any(
-            value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]
-        ):
+        if not any(value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]):
             raise ConfigError(
-                f"{name}={value!r}: this layer is on one process; leave it out, or spread the layer with expertmesh.parallel"
+                f"{name}={value!r}: this layer is on one process; leave it out, or spread the layer with "
+                "expertmesh.parallel"
             )
 
 
-def _check_options(way: Any) -> DispatchOptions:
+def _check_options(dispatch: Any) -> DispatchOptions:
     """Raise ConfigError unless these are the options of a call."""
     fix = "give em.DispatchOptions(route_degree=...)"
-    check_type("dispatch", way, DispatchOptions, "a DispatchOptions", fix)
-    result: DispatchOptions = way
+    check_type("dispatch", dispatch, DispatchOptions, "a DispatchOptions", fix)
+    result: DispatchOptions = dispatch
     return result
 
 
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
-    """Dispatch options of a call, given as `dispatch=` or as single keywords.
-
-    Raises:
-        ConfigError: both are given.
-        TypeError: a keyword is unknown.
-    """
+    """Dispatch options of a call, given as `dispatch=` or as single keywords."""
     if not choices:
         return AS_USUAL if given is None else _check_options(given)
     if given is not None:
-        raise ConfigError(
-            f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone"
-        )
+        raise ConfigError(f"dispatch= and {', '.join(choices)}=: both set the dispatch of tokens; give dispatch= alone")
     choices = with_current_names(choices)
     unknown = [name for name in choices if name not in _AT_HOME]
     if unknown:
@@ -179,9 +161,9 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
 class LocalDispatcher:
     """Dispatcher of one process that holds all experts: nothing moves. Never synchronises."""
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> RoundTrip:
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> RoundTrip:
         """Return the tokens themselves as the round trip."""
-        check_at_home(way)
+        check_at_home(dispatch)
         return tokens
 
     def sum_over_processes(self, value: Tensor) -> Tensor:

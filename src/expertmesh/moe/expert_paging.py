@@ -20,7 +20,8 @@ from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.route_metadata import check_range_of_ids
 
 Read = Callable[[str, int, Tensor], None]
-"""Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the experts."""
+"""Function (name, expert, into) that copies one expert's part of a tensor, by its name in the state dict of the
+experts."""
 
 
 @cache
@@ -32,8 +33,8 @@ def _worker() -> ThreadPoolExecutor:
 class ExpertPaging:
     """Tensors of `num_slots` of a layer's E experts, in any format; for inference only.
 
-    `like` are the experts, usually on the meta device, of which sizes, dtypes and options are read, and `first_expert` the
-    number of the first in the layer, if another process has those before it.
+    `like` are the experts, usually on the meta device, of which sizes, dtypes and options are read, and `first_expert`
+    the number of the first in the layer, if another process has those before it.
     """
 
     def __init__(
@@ -74,10 +75,7 @@ class ExpertPaging:
             check_range_of_ids(found[0], found[-1], E)
         needed = [e for e in found if e < E]
         self.counts.useful += len(coming.intersection(needed))
-        if len(needed) > self.num_slots:
-            weights = self._past_the_slots(needed)
-        else:
-            weights = self._in_slots(needed)
+        weights = self._past_the_slots(needed) if len(needed) > self.num_slots else self._in_slots(needed)
         self._fetch_ahead(x_TD)
         # tokens may come in the wider type of the products
         return weights.to(x_TD.dtype) if self._is_cast else weights
@@ -143,7 +141,8 @@ class ExpertPaging:
             experts.fetch(logits_TE.topk(top_k, dim=-1).indices.unique().tolist())
 
     def fetch(self, guessed: list[int]) -> None:
-        """Start copying experts, by number in the layer, that the next call may need; that call waits for the copies."""
+        """Start copying experts, by number in the layer, that the next call may need; that call waits for the
+        copies."""
         self._arrived()
         local = [e - self.first_expert for e in guessed]
         here = [e for e in local if 0 <= e < self.num_experts]

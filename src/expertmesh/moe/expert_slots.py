@@ -20,9 +20,6 @@ class PagingCounts:
 class ExpertSlots:
     """Map from the experts of one layer to slots; the least recently used expert is evicted.
 
-    Args:
-        num_slots: number of slots.
-
     Example:
         >>> slots = ExpertSlots(2)
         >>> slots.place([7, 3]), slots.place([3]), slots.place([5])

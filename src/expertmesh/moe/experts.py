@@ -27,7 +27,8 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
 OfRows = Callable[[], tuple[AdapterRun, ...]]
-"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps it up to date."""
+"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps
+it up to date."""
 
 
 def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
@@ -36,7 +37,8 @@ def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see `moe_mlp`)."""
+    """Weights for one call, indexed by its expert ids, and what their owner does with their gradients (see
+    `moe_mlp`)."""
 
     weights: ExpertWeights
     context: Callable[[], AbstractContextManager[object]] = nullcontext  # around the operator
@@ -106,20 +108,7 @@ class GroupedExperts(nn.Module):
     "dense" (`ops/experts/quantized_formats.py`) they are frozen buffers, with w_in_scale and w_out_scale beside them.
 
     Args:
-        num_experts: E.
-        dim: D.
-        hidden_dim: F.
-        activation: swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu.
-        bias: whether the experts have b_in and b_out.
         recompute_h: recompute the pre-activations in the backward instead of saving them; bitwise the same results.
-        arithmetic: the op set in evaluation.
-        backend: see `ops.backend.resolve_backend`.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
-
-    Attributes:
-        format: name of the weights' format in `FORMATS`.
-        paging: slots in place of the tensors, see `put_into_slots`; None: all experts are here.
     """
 
     w_in: Tensor
@@ -132,16 +121,16 @@ class GroupedExperts(nn.Module):
     def __init__(
         self,
         *,
-        num_experts: int,
-        dim: int,
-        hidden_dim: int,
-        activation: str,
-        bias: bool,
+        num_experts: int,  # E
+        dim: int,  # D
+        hidden_dim: int,  # F
+        activation: str,  # swiglu, geglu, reglu, gelu, relu, relu2, silu or clamped_swiglu
+        bias: bool,  # whether the experts have b_in and b_out
         recompute_h: bool = False,
-        arithmetic: OpSet = DEFAULT_OPS,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        arithmetic: OpSet = DEFAULT_OPS,  # the op set in evaluation
+        backend: str = "auto",  # see `ops.backend.resolve_backend`
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         """Allocate the parameters; the layer initialises them."""
         super().__init__()
@@ -152,6 +141,7 @@ class GroupedExperts(nn.Module):
         self.adapters: ModuleAdapters | None = None
         self.of_rows: list[OfRows] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
+        # slots in place of the tensors, see `put_into_slots`; None: all experts are here
         self.paging: ExpertPaging | None = None
         self._dtype = torch.bfloat16  # of the products of quantised experts
 
@@ -167,10 +157,9 @@ class GroupedExperts(nn.Module):
             tensors["b_out"] = empty(num_experts, dim)
         self.hold("dense", tensors)
 
-    def hold(
-        self, format: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
-    ) -> None:
-        """Replace all tensors, by name: parameters of a dense format, else frozen buffers for products in a dtype (None: as before)."""
+    def hold(self, format: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
+        """Replace all tensors, by name: parameters of a dense format, else frozen buffers for products in a dtype
+        (None: as before)."""
         for name in TENSORS:
             if name in self._parameters or name in self._buffers:
                 delattr(self, name)
@@ -183,28 +172,18 @@ class GroupedExperts(nn.Module):
 
     def room(
         self,
-        format: str,
+        format: str,  # name of the format
         *,
-        dtype: torch.dtype,
-        group_size: int = 64,
+        dtype: torch.dtype,  # dtype of the products, and of scales whose type the format leaves open
+        group_size: int = 64,  # input columns per scale, where the format leaves it open
     ) -> dict[str, Tensor]:
-        """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put` writes.
-
-        Args:
-            format: name of the format.
-            dtype: dtype of the products, and of scales whose type the format leaves open.
-            group_size: input columns per scale, where the format leaves it open.
-
-        Raises:
-            ConfigError: columns are no whole groups.
-        """
+        """Tensors of a format for `hold`, on the same device: the biases, and matrices without values, which `put`
+        writes."""
         E, G, F, D = self.shape
         form, device = FORMATS[format], self.w_in.device
         unit = form.columns(group_size)
         if D % unit or F % unit:
-            raise ConfigError(
-                "format", format, f"groups of {unit} must divide {D} and {F}", "use int8"
-            )
+            raise ConfigError("format", format, f"groups of {unit} must divide {D} and {F}", "use int8")
         found = {n: b.detach() for n in ("b_in", "b_out") if (b := getattr(self, n)) is not None}
         for name, size in (("w_in", (E, G, F, D)), ("w_out", (E, D, F))):
             kept = form.kept(size, dtype, group_size)
@@ -214,20 +193,15 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def put(self, name: str, expert: int, w: Tensor) -> None:
-        """Write one expert's w_in (G, F, D) or w_out (D, F), rounded to the format.
-
-        Raises:
-            ConfigError: a quantised format is given a number that is not finite.
-        """
+        """Write one expert's w_in (G, F, D) or w_out (D, F), rounded to the format."""
         unit = FORMATS[self.format].unit(self.weights().slices()[0])
         own = {n: getattr(self, n) for n in (name, f"{name}_scale")}
         _put(own, self.format, name, expert, w.to(self.dtype), unit)
 
     @torch.no_grad()
-    def convert(
-        self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None
-    ) -> None:
-        """Round the matrices to a format, or widen them to "dense", one expert at a time; adapters stay, main gradients go.
+    def convert(self, format: str, *, group_size: int = 64, dtype: torch.dtype | None = None) -> None:
+        """Round the matrices to a format, or widen them to "dense", one expert at a time; adapters stay, main gradients
+        go.
 
         Dense matrices are new parameters, for an optimizer made afterwards.
 
@@ -235,18 +209,12 @@ class GroupedExperts(nn.Module):
             format: dense, int8, int4, nf4, fp8 or mxfp4.
             group_size: input columns per scale of int4 and nf4.
             dtype: dtype of dense matrices, or of the products; None: as it is.
-
-        Raises:
-            ConfigError: there is no such format, the experts are in slots or on several ranks, columns are no
-                whole groups, or a number is not finite.
         """
         known = [name for name, one in FORMATS.items() if one.name == name]
         if format not in known:
             raise ConfigError("format", format, f"must be {' or '.join(known)}", "use int8")
         if self.paging is not None or type(self.w_in.data) is not Tensor:
-            raise ConfigError(
-                "format", format, "experts are in slots or on several ranks", "convert before"
-            )
+            raise ConfigError("format", format, "experts are in slots or on several ranks", "convert before")
         dtype, before = dtype or self.dtype, self.weights().slices()[0]
         E, G, F, D = before.shape
         found = self.room(format, dtype=dtype, group_size=group_size)
@@ -258,7 +226,8 @@ class GroupedExperts(nn.Module):
         self.hold(format, found, dtype=dtype)
 
     def put_into_slots(self, num_slots: int, **how: Any) -> "ExpertPaging":
-        """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then empty."""
+        """Keep `num_slots` experts only, for inference; see `ExpertPaging` for the arguments. The state dict is then
+        empty."""
         self.paging = ExpertPaging(self, num_slots=num_slots, **how)
         self.hold(self.format, {})
         return self.paging
@@ -306,21 +275,14 @@ class GroupedExperts(nn.Module):
 
         Args:
             enabled: False goes back to autograd's gradients and drops the buffers.
-
-        Raises:
-            ConfigError: the experts are quantised, or in slots, and have no gradients.
         """
         if enabled and (self.format != "dense" or self.paging is not None):
-            raise ConfigError(
-                f"main gradients of {self.format} experts: they are frozen; leave main gradients out"
-            )
+            raise ConfigError(f"main gradients of {self.format} experts: they are frozen; leave main gradients out")
 
         def buffer(parameter: Tensor | None) -> Tensor | None:
             if parameter is None:
                 return None
-            return torch.zeros_like(
-                parameter, dtype=accumulate_dtype(parameter.dtype), requires_grad=False
-            )
+            return torch.zeros_like(parameter, dtype=accumulate_dtype(parameter.dtype), requires_grad=False)
 
         parameters = (self.w_in, self.w_out, self.b_in, self.b_out)
         self.main_grads = WeightGradients(*map(buffer, parameters)) if enabled else None
@@ -334,20 +296,16 @@ class GroupedExperts(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        x_TD: Tensor,  # (T, D)
+        expert_ids_TK: Tensor,  # (T, K) in [0, E]; E is skipped
+        weights_TK: Tensor,  # (T, K)
         *,
-        max_rows: int | None,
+        max_rows: int | None,  # upper bound on the number of ids below E, guaranteed by the caller; or None
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
         """Weighted sum of the chosen experts' outputs per token.
 
         Args:
-            x_TD: (T, D).
-            expert_ids_TK: (T, K) in [0, E]; E is skipped.
-            weights_TK: (T, K).
-            max_rows: upper bound on the number of ids below E, guaranteed by the caller; or None.
             parameters: weights that replace this module's own, indexed by the ids; or None.
 
         Returns:
@@ -415,9 +373,7 @@ class GroupedExperts(nn.Module):
             )
 
 
-def _put(
-    into: Mapping[str, Tensor], format: str, name: str, expert: int, w: Tensor, group_size: int
-) -> None:
+def _put(into: Mapping[str, Tensor], format: str, name: str, expert: int, w: Tensor, group_size: int) -> None:
     """Write one expert's matrix, in the dtype of the products, into tensors of a format."""
     if format != "dense" and not w.isfinite().all():
         fix = "mend them first"
@@ -427,16 +383,13 @@ def _put(
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
-    """Return a custom expert's output after checking it.
-
-    Raises:
-        ConfigError: it is no floating-point tensor of the input's shape.
-    """
+    """Return a custom expert's output after checking it."""
     if isinstance(y, Tensor) and y.shape == x_nD.shape and y.is_floating_point():
         return y
     found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
     raise ConfigError(
-        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point tensor of that"
+        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point "
+        "tensor of that"
         " shape; fix its forward"
     )
 
@@ -462,23 +415,20 @@ class ExpertList(nn.ModuleList):
         max_rows: int | None,
         parameters: ExpertParameters | None = None,
     ) -> Tensor:
-        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each expert.
+        """Compute weighted sums as `GroupedExperts.forward` does; waits on the host for the number of rows of each
+        expert.
 
         `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert
         without a row is not called, and the gradients of its parameters are zeros, as in grouped experts.
         """
         assert parameters is None, "modules keep their own parameters"
-        metadata = route_metadata(
-            expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
-        )
+        metadata = route_metadata(expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend)
         x_TD, callables, parameters_of = self.callables(x_TD)
         x_RD = permute(x_TD, metadata, backend=self.backend)
         bounds = metadata.offsets_E.tolist()
         rows = [
             _checked(expert(x_RD[start:end]), index, x_RD[start:end])
-            for index, (expert, start, end) in enumerate(
-                zip(callables, bounds, bounds[1:], strict=False)
-            )
+            for index, (expert, start, end) in enumerate(zip(callables, bounds, bounds[1:], strict=False))
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
@@ -492,16 +442,16 @@ class ExpertList(nn.ModuleList):
         y_TD = combine(weighted_RD, metadata, expert_ids_TK.shape[1], backend=self.backend)
         return y_TD.to(y_RD.dtype)
 
-    def callables(
-        self, x_TD: Tensor
-    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
-        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the experts."""
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+        """Tokens, experts and parameters of each expert for one call; a subclass may insert a step before the
+        experts."""
         experts = list(self.children())
         return x_TD, [*experts], [list(expert.parameters()) for expert in experts]
 
 
 def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
-    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if weights are not finite.
+    """(0, D) slices of parameters, in the dtype of `like` (n, D): a `torch.cat` with them gives zero gradients, even if
+    weights are not finite.
 
     Parameters without a gradient and DTensors are left out.
     """
@@ -515,7 +465,8 @@ def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
 
 
 class FirstOutput(nn.Module):
-    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another rank."""
+    """Wraps an expert whose forward may return a tuple: its first entry counts. `expert` is None if it is on another
+    rank."""
 
     def __init__(self, expert: nn.Module | None) -> None:
         """Hold the expert as `expert`."""

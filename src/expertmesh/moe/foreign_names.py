@@ -23,17 +23,8 @@ class ForeignName:
     """Whether the other system has the last two dimensions exchanged."""
 
 
-def to_foreign(
-    state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str
-) -> None:
-    """Rename and split our entries of a state dict into the other system's, in place.
-
-    Args:
-        state: a state dict under our names.
-        names: one entry for each tensor of the other system.
-        prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors' names, after `prefix`.
-    """
+def to_foreign(state: dict[str, Any], names: Sequence[ForeignName], *, prefix: str, own_prefix: str) -> None:
+    """Rename and split our entries of a state dict into the other system's, in place."""
     ours = prefix + own_prefix
     found = {n.removeprefix(ours): state.pop(n) for n in list(state) if n.startswith(ours)}
     for name in names:
@@ -43,20 +34,13 @@ def to_foreign(
 
 def from_foreign(
     state: dict[str, Any],
-    names: Sequence[ForeignName],
-    module: nn.Module,
+    names: Sequence[ForeignName],  # one entry for each tensor of the other system
+    module: nn.Module,  # the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
     *,
-    prefix: str,
-    own_prefix: str,
+    prefix: str,  # the prefix of the module's names in the state dict
+    own_prefix: str,  # the prefix of our tensors' names, after `prefix`
 ) -> list[str]:
     """Join the other system's entries of a state dict into ours, in place. A state dict under our names is not changed.
-
-    Args:
-        state: a state dict.
-        names: one entry for each tensor of the other system.
-        module: the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
-        prefix: the prefix of the module's names in the state dict.
-        own_prefix: the prefix of our tensors' names, after `prefix`.
 
     Returns:
         Error lines, one for each tensor that is missing or has another shape.
@@ -67,16 +51,15 @@ def from_foreign(
     for name in names:
         value = state.pop(prefix + name.theirs, None)
         if value is None:
-            problems.append(
-                f"{prefix + name.theirs} is missing; all of the layer's tensors must be there"
-            )
+            problems.append(f"{prefix + name.theirs} is missing; all of the layer's tensors must be there")
             continue
         whole = state.setdefault(prefix + own_prefix + name.ours, torch.zeros_like(own[name.ours]))
         part = whole[name.part]
         part = part.mT if name.transposed else part
         if part.shape != value.shape:
             problems.append(
-                f"{prefix + name.theirs} has shape {tuple(value.shape)}; it does not fit {tuple(part.shape)}, a part of {name.ours}"
+                f"{prefix + name.theirs} has shape {tuple(value.shape)}; it does not fit {tuple(part.shape)}, a part "
+                f"of {name.ours}"
             )
             continue
         part.copy_(value)
@@ -91,10 +74,7 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
     `register_load_state_dict_pre_hook`.
 
     Args:
-        module: the module; all of its tensors are in its submodules.
         state: the state dict, under our names; changed in place.
-        prefix: the prefix of the module's names in the state dict.
-        others: the further arguments of the hook: local_metadata, strict, missing_keys, unexpected_keys, error_msgs.
     """
     _, strict, _, _, problems = others
     own = {
@@ -103,11 +83,7 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
         for rest, tensor in child.state_dict().items()
     }
     given = {name for name in state if name.startswith(prefix)}
-    fits = {
-        name
-        for name in given & own.keys()
-        if getattr(state[name], "shape", None) == own[name].shape
-    }
+    fits = {name for name in given & own.keys() if getattr(state[name], "shape", None) == own[name].shape}
     if problems or fits != given & own.keys() or (strict and given != own.keys()):
         for name in fits:
             state[name] = own[name]

@@ -17,37 +17,29 @@ from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
-    """Protocol of processes with equally many tokens of one call, for example `expertmesh.parallel.tensor.SharedSequences`."""
+    """Protocol of processes with equally many tokens of one call, for example
+    `expertmesh.parallel.tensor.SharedSequences`."""
 
     @property
     def rank(self) -> int:
         """Index of this process among those that share the tokens."""
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
-        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are summed."""
+        """(T, ...) of each process -> (P T, ...) in the order of processes. Gradients of floating-point tensors are
+        summed."""
 
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """Routing groups of a call whose tokens lie on several processes.
+    """Routing groups of a call whose tokens lie on several processes."""
 
-    Attributes:
-        shared: the processes that share the tokens.
-        token_index_T: global indices of this process's tokens; they order the whole call.
-
-    Raises:
-        ConfigError: token_index_T is None.
-    """
-
-    shared: SharedTokens
-    token_index_T: Tensor | None
+    shared: SharedTokens  # the processes that share the tokens
+    token_index_T: Tensor | None  # global indices of this process's tokens; they order the whole call
 
     def __post_init__(self) -> None:
         """Raise ConfigError without token indices."""
         if self.token_index_T is None:
-            raise ConfigError(
-                "shared_tokens without token_index, which says their order; give both"
-            )
+            raise ConfigError("shared_tokens without token_index, which says their order; give both")
 
     @cached_property
     def order_A(self) -> Tensor:  # noqa: N802

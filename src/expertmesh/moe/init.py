@@ -23,10 +23,6 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
 
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
-        std: standard deviation.
-        seed: the seed of the whole model.
-        name: full name of the parameter, unique in the model.
-        per_expert: one generator per index of axis 0.
     """
     if param.is_meta:
         return
@@ -59,17 +55,15 @@ def _fill_whole(param: Tensor, values: Tensor) -> None:
 
 
 def _own_experts(param: Tensor) -> tuple[Tensor, int, tuple[slice, ...]]:
-    """(e, ...) local part of a stack of experts, index of its first expert, and the window of each expert's tensor that it holds."""
+    """(e, ...) local part of a stack of experts, index of its first expert, and the window of each expert's tensor that
+    it holds."""
     if not _is_spread(param):
         return param, 0, ()
     from torch.distributed.tensor import DTensor
 
     assert isinstance(param, DTensor)
     (chunk,) = param.__create_chunk_list__()
-    window = tuple(
-        slice(start, start + size)
-        for start, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
-    )
+    window = tuple(slice(start, start + size) for start, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
     return param.to_local(), chunk.offsets[0], window
 
 
@@ -79,13 +73,8 @@ def draw_seed() -> int:
 
 
 def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
-    """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not changed.
-
-    Args:
-        module: the custom module.
-        seed: the seed of the whole model.
-        name: the name of the module in the model.
-    """
+    """Call `reset_parameters` of every submodule that has it, each with its own seed. The global generator is not
+    changed."""
     for path, child in module.named_modules():
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):

@@ -10,9 +10,7 @@ from expertmesh.config.moe_rules import LayerOptions
 _OF_THE_LAYER = ("router", "own_router", "own_experts")
 """Fields that the layer sets from its router and experts."""
 
-KEYWORDS = {
-    name: field for name, field in LayerOptions.model_fields.items() if name not in _OF_THE_LAYER
-}
+KEYWORDS = {name: field for name, field in LayerOptions.model_fields.items() if name not in _OF_THE_LAYER}
 """Options that are keywords of the layer, by name."""
 
 _REQUIRED = ("dim", "hidden_dim", "num_experts", "top_k")
@@ -20,11 +18,7 @@ _REQUIRED = ("dim", "hidden_dim", "num_experts", "top_k")
 
 
 def check_keywords(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> None:
-    """Raise TypeError for unknown or missing keywords, as Python does.
-
-    Raises:
-        TypeError: a keyword is unknown or missing.
-    """
+    """Raise TypeError for unknown or missing keywords, as Python does."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1)

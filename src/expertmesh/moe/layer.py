@@ -105,15 +105,16 @@ class MoELayer(ConstantBuffers):
             2201.05596, section 4.1.2). Shared experts are added outside.
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
         recompute_h: recompute the pre-activations of grouped experts (T * K * G * F elements) in the backward instead
-            of saving them. Costs two thirds of their forward's FLOPs more (half, if not gated); bitwise the same results.
+            of saving them. Costs two thirds of their forward's FLOPs more (half, if not gated); bitwise the same
+            results.
         balance_loss: "switch" (over all choices), "gshard" (over first choices only), "importance_load" or "none".
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call, and of the
             micro-batches before it inside `expertmesh.moe.batch_balance.BatchBalance`, which the trainer uses.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
         dispatcher: sends tokens to other processes; None: all experts are on this one. `expertmesh.parallel` sets it.
-        backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton", "torch"
-            or "reference"; see `expertmesh doctor`.
+        backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton",
+            "torch" or "reference"; see `expertmesh doctor`.
         batch_invariant: a token's output and routing in evaluation are bitwise the same in every batch, at the price of
             speed. No effect in training. Refused where the result depends on the batch by definition (a capacity in
             evaluation, expert_choice), and for custom routers, custom experts and the "reference" backend. A dispatcher
@@ -200,9 +201,7 @@ class MoELayer(ConstantBuffers):
         return self.experts if isinstance(self.experts, GroupedExperts) else None
 
     @classmethod
-    def from_config(
-        cls, moe: MoEConfig, *, residual_hidden_dim: int | None = None, **own: Any
-    ) -> "MoELayer":
+    def from_config(cls, moe: MoEConfig, *, residual_hidden_dim: int | None = None, **own: Any) -> "MoELayer":
         """Build one layer of a model from its configuration.
 
         Args:
@@ -275,9 +274,7 @@ class MoELayer(ConstantBuffers):
         name, sizes = "num_tokens_per_expert_E", {"E": self.num_experts}
         check_tensor(name, num_tokens_per_expert_E, _COUNTS, sizes)
         load_E = num_tokens_per_expert_E.to(self.expert_bias_E)
-        self.expert_bias_E.add_(
-            (load_E.mean() - load_E).sign(), alpha=self.options.bias_update_rate
-        )
+        self.expert_bias_E.add_((load_E.mean() - load_E).sign(), alpha=self.options.bias_update_rate)
 
     def forward(
         self,
@@ -316,7 +313,8 @@ class MoELayer(ConstantBuffers):
             **dispatch_choices: single fields of `dispatch`, as in `layer(x, route_degree=2)`.
 
         Returns:
-            y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
+            y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a
+            GPU.
 
         Raises:
             ConfigError: an argument does not fit the layer.
@@ -362,9 +360,7 @@ class MoELayer(ConstantBuffers):
         # not a view: wrappers of the layer such as FSDP2 must be able to run x += y on the output
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats
 
-    def _losses(
-        self, call: LayerCall, routing: Routing
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _losses(self, call: LayerCall, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Results of `weighted_losses`, or tensors without an element if the call wants no losses."""
         if not call.losses:
             nothing = call.x_TD.new_empty(0)

@@ -80,7 +80,8 @@ class LayerCall:
         )
 
     def kept(self, routing: Routing) -> Routing:
-        """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own capacity."""
+        """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own
+        capacity."""
         options, factor = self.options, self.drop_factor
         if factor is None:
             zero = torch.zeros((), dtype=torch.int64, device=routing.expert_ids_TK.device)
@@ -121,11 +122,7 @@ def make_layer_call(
     shared_tokens: SharedTokens | None,
     losses: bool,
 ) -> LayerCall:
-    """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
-
-    Raises:
-        ConfigError: an argument does not fit the layer.
-    """
+    """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings."""
     refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
     grouped = layer.grouped
     # with accelerate's hook, weights are loaded from disk when the experts are called
@@ -148,18 +145,14 @@ def make_layer_call(
     x_TD = x.reshape(-1, layer.dim)
     sizes = {"*": x.shape[:-1], "T": x_TD.shape[0]}
     check_tensors(TOKENS, tokens, sizes, device=x.device)
-    mask_T, ids_T, index_T = (
-        None if value is None else value.reshape(-1) for value in tokens.values()
-    )
+    mask_T, ids_T, index_T = (None if value is None else value.reshape(-1) for value in tokens.values())
     index_T = None if index_T is None else index_T.to(torch.int64)
     if mask_T is not None:
         x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
     if isinstance(routing, RoutingStats):
         routing = Routing(routing.topk_expert_ids_TK)
     if routing is not None:
-        check_routing(
-            routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k, device=x.device
-        )
+        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k, device=x.device)
         top_k = routing.expert_ids_TK.shape[1]
     factor = drop_factor(options, capacity_factor, training=training)
     random_drop = factor is not None and drop_policy(options, training=training) == "random"

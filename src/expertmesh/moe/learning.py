@@ -22,12 +22,6 @@ def learn_as(module: M, role: Role) -> M:
         module: the module, marked in place. Submodules inherit the role unless they are marked themselves.
         role: "table": AdamW without weight decay (embeddings, positions). "edge": AdamW with weight decay (heads,
             patches, routers). "matrix": weight decay, and Muon in a run with optim.name=muon.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigError: the role is unknown.
     """
     check_choice("role", role, get_args(Role))
     setattr(module, _NAME, role)

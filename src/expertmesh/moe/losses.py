@@ -29,7 +29,8 @@ def weighted_losses(
     sum_over_processes: SumOverProcesses,
     earlier_RE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Weighted balance loss, weighted z-loss, (E,) choices per expert before dropping, and (R, E) sums of a global balance loss.
+    """Weighted balance loss, weighted z-loss, (E,) choices per expert before dropping, and (R, E) sums of a global
+    balance loss.
 
     Without routing groups the balance loss is over the tokens of all processes. With routing groups it is over this
     process's groups. The z-loss is over this process's tokens. Means of such local losses over processes, weighted by
@@ -48,9 +49,7 @@ def weighted_losses(
     counts_UE = None if size is None else count_choices(counted_TK, num_experts, size)
     counts_all = counts_UE is not None and not spans and kind != "gshard"
     counts_E = sum_over_processes(
-        counts_UE.sum(0)
-        if counts_UE is not None and counts_all
-        else count_all_choices(own_ids_TK, num_experts)
+        counts_UE.sum(0) if counts_UE is not None and counts_all else count_all_choices(own_ids_TK, num_experts)
     )
     balanced_UE = counts_E[None] if counts_UE is None else counts_UE
     if counts_UE is None and kind == "gshard":
@@ -86,9 +85,7 @@ def weighted_losses(
                 sum_over_processes=sum_over_processes if counts_UE is None else None,
             )
         if options.z_loss_weight and routing.logits_TE is not None:
-            z_loss = options.z_loss_weight * router_z_loss(
-                routing.logits_TE, token_mask_T=call.token_mask_T
-            )
+            z_loss = options.z_loss_weight * router_z_loss(routing.logits_TE, token_mask_T=call.token_mask_T)
     return aux_loss, z_loss, counts_E, sums_RE
 
 
@@ -98,7 +95,8 @@ def _sums(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    """(T, E) -> (number of groups, E) sums over the valid tokens of each routing group, or of one group over all processes."""
+    """(T, E) -> (number of groups, E) sums over the valid tokens of each routing group, or of one group over all
+    processes."""
     if token_mask_T is not None:
         values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
     T, E = values_TE.shape
@@ -128,14 +126,16 @@ def _valid(
     num_experts = values_TE.shape[-1]
     if values_TE.ndim != 2 or num_choices_UE.shape[-1] != num_experts:
         raise ConfigError(
-            f"num_choices has shape {tuple(num_choices_UE.shape)} and the scores {tuple(values_TE.shape)}; they must be (groups, experts) and "
+            f"num_choices has shape {tuple(num_choices_UE.shape)} and the scores {tuple(values_TE.shape)}; they must "
+            "be (groups, experts) and "
             "(tokens, experts) of as many experts; give the num_experts of count_choices"
         )
     _check_mask(values_TE, token_mask_T)
     valid_U = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
     if num_choices_UE.ndim > 1 and num_choices_UE.shape[0] != valid_U.shape[0]:
         raise ConfigError(
-            f"num_choices has {num_choices_UE.shape[0]} routing groups and group_size={group_size} makes {valid_U.shape[0]} of the tokens;"
+            f"num_choices has {num_choices_UE.shape[0]} routing groups and group_size={group_size} makes "
+            f"{valid_U.shape[0]} of the tokens;"
             " they must be equally many; give the group_size of count_choices"
         )
     return valid_U if sum_over_processes is None else sum_over_processes(valid_U)
@@ -174,8 +174,8 @@ def switch_loss(
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T does
-            not fit.
+        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T
+            does not fit.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -224,8 +224,8 @@ def importance_load_loss(
         Scalar, not weighted. Does not synchronise.
 
     Raises:
-        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T does
-            not fit.
+        ConfigError: num_choices_UE has another number of groups than group_size makes, or of experts; or token_mask_T
+            does not fit.
 
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
@@ -242,12 +242,12 @@ def importance_load_loss(
 
 
 def global_balance_loss(
-    scores_TE: Tensor,
-    num_choices_E: Tensor,
+    scores_TE: Tensor,  # (T, E) clean scores, differentiable
+    num_choices_E: Tensor,  # (E,) integers, choices per expert in this call, summed over processes
     *,
-    of_scores: bool = False,
-    load_TE: Tensor | None = None,
-    token_mask_T: Tensor | None = None,
+    of_scores: bool = False,  # compute the importance and load loss instead of Switch's
+    load_TE: Tensor | None = None,  # see `importance_load_loss`
+    token_mask_T: Tensor | None = None,  # (T,) bool, True for real tokens; None: all are
     sum_over_processes: SumOverProcesses | None = None,
     earlier_RE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -266,11 +266,6 @@ def global_balance_loss(
     m, scaled to the size of m, with the gradient of S_m.
 
     Args:
-        scores_TE: (T, E) clean scores, differentiable.
-        num_choices_E: (E,) integers, choices per expert in this call, summed over processes.
-        of_scores: compute the importance and load loss instead of Switch's.
-        load_TE: see `importance_load_loss`.
-        token_mask_T: (T,) bool, True for real tokens; None: all are.
         sum_over_processes: sums over the tokens of all processes; None: there is one process.
         earlier_RE: sum of this function's second results for earlier micro-batches; None: this is the first.
 

@@ -1,4 +1,5 @@
-"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing outputs."""
+"""Recognises feed-forward blocks in foreign modules that grouped experts can compute: by structure, then by comparing
+outputs."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from expertmesh.ops.activation import inner_name, num_branches, pointwise
 _PLAIN = tuple(name for name in get_args(Activation) if num_branches(name) == 1)
 _NUM_PROBES = 64
 _ROUNDING = 1e-9
-"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and more."""
+"""Relative difference in FP64 below which two functions count as equal; different activations differ by 1e-5 and
+more."""
 
 
 PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu")
@@ -24,23 +26,15 @@ PROBED = tuple(name for name in get_args(Activation) if name != "clamped_swiglu"
 
 @dataclass(frozen=True)
 class MatchedMLP:
-    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, found in a module.
+    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, found in a module."""
 
-    Attributes:
-        activation: name of the activation, as `MoELayer` takes it.
-        in_names: names of the linear maps D -> F inside the module: (gate, up) of a gated block, else one.
-        out_name: name of the linear map F -> D.
-        dim: D.
-        hidden_dim: F.
-        biased: names of the linear maps that have a bias.
-    """
-
-    activation: Activation
+    activation: Activation  # name of the activation, as `MoELayer` takes it
+    # names of the linear maps D -> F inside the module: (gate, up) of a gated block, else one
     in_names: tuple[str, ...]
-    out_name: str
-    dim: int
-    hidden_dim: int
-    biased: tuple[str, ...]
+    out_name: str  # name of the linear map F -> D
+    dim: int  # D
+    hidden_dim: int  # F
+    biased: tuple[str, ...]  # names of the linear maps that have a bias
 
     @property
     def bias(self) -> bool:
@@ -49,9 +43,6 @@ class MatchedMLP:
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Stack the weights of a module of this form.
-
-        Args:
-            module: the recognised module, or one with the same names and shapes.
 
         Returns:
             w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; missing biases are zero, and both are
@@ -63,9 +54,7 @@ class MatchedMLP:
         if not self.bias:
             return torch.stack(w_in), w_out, None, None
         *b_in, b_out = (
-            linear.weight.new_zeros(linear.out_features)
-            if linear.bias is None
-            else linear.bias.detach()
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
             for linear in linears
         )
         return torch.stack(w_in), w_out, torch.stack(b_in), b_out
@@ -101,9 +90,6 @@ def match_mlp(module: nn.Module) -> MatchedMLP | None:
     the candidate's outputs for random rows. Modules with other parameters, buffers, hooks or active dropout are not
     recognised.
 
-    Args:
-        module: any module that maps (n, D) to (n, D).
-
     Returns:
         The block, or None.
 
@@ -133,10 +119,7 @@ def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
         return True
     if any(p.is_meta for p in module.parameters()):
         return True
-    return any(
-        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or m._forward_hooks
-        for m in module.modules()
-    )
+    return any((isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or m._forward_hooks for m in module.modules())
 
 
 def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
@@ -151,9 +134,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[MatchedMLP]:
             continue
         branches = len(into)
         found += [
-            MatchedMLP(name, tuple(into), out, *shape, biased)
-            for name in PROBED
-            if num_branches(name) == branches
+            MatchedMLP(name, tuple(into), out, *shape, biased) for name in PROBED if num_branches(name) == branches
         ]
     return found
 

@@ -22,27 +22,18 @@ class Adapter(nn.Module):
     """Factors of the adapter s B A on a matrix W (*rows, K) or a stack of matrices (E, *rows, K).
 
     Parameters: `a` (E, r, K) and `b` (E, *rows, r); without E for one matrix, or where all experts share it.
-
-    Args:
-        shape: shape of W.
-        num_experts: E, the first axis of W; None: W is one matrix.
-        rank: r.
-        scaling: s.
-        shared: whether all experts share it.
-        device: device of the factors.
-        dtype: type of the factors.
     """
 
     def __init__(
         self,
-        shape: Sequence[int],
+        shape: Sequence[int],  # shape of W
         *,
-        num_experts: int | None,
-        rank: int,
-        scaling: float,
-        shared: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        num_experts: int | None,  # E, the first axis of W; None: W is one matrix
+        rank: int,  # r
+        scaling: float,  # s
+        shared: bool = False,  # whether all experts share it
+        device: torch.device | str | None = None,  # device of the factors
+        dtype: torch.dtype | None = None,  # type of the factors
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.num_experts = rank, scaling, num_experts

@@ -12,9 +12,7 @@ from expertmesh.moe.module_adapters import reset_adapters
 
 
 @torch.no_grad()
-def reset_layer(
-    layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool
-) -> None:
+def reset_layer(layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool) -> None:
     """Reinitialise every parameter of a MoELayer as its `reset_parameters` says, custom modules' too if `custom`."""
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."

@@ -22,9 +22,7 @@ _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, 
 class _FullPrecisionModule(nn.Module):
     """A module whose floating-point tensors stay FP32 (or FP64) when it is cast to a smaller dtype."""
 
-    def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> "_FullPrecisionModule":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_FullPrecisionModule":
         result: _FullPrecisionModule = super()._apply(keep_full_precision(fn), recurse)
         return result
 
@@ -104,9 +102,7 @@ class CosineRouter(_FullPrecisionModule):
         self.arithmetic, self.backend = arithmetic, backend
         how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend}
         self.proj = _Projection(dim, cosine_dim, device=device, dtype=dtype, **how)
-        self.expert_embeddings = nn.Parameter(
-            torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
-        )
+        self.expert_embeddings = nn.Parameter(torch.empty(num_experts, cosine_dim, device=device, dtype=dtype))
         # One axis, because FSDP2 shards no scalars.
         self.log_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
 

@@ -1,4 +1,5 @@
-"""Route stage: noise and jitter on the router's input and logits, the choice of experts (or its replay), and the mask."""
+"""Route stage: noise and jitter on the router's input and logits, the choice of experts (or its replay), and the
+mask."""
 
 import inspect
 from dataclasses import replace
@@ -39,9 +40,6 @@ def route(router: nn.Module, call: LayerCall) -> Routing:
     """Choose experts and routing weights for all tokens; masked tokens get ids E and weights 0.
 
     Arithmetic is FP32 (FP64 for FP64 input) with autocast off, except in a custom router.
-
-    Raises:
-        ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
     options = call.options
     given = None if options.router_kind == "hash" else _run_router(router, call)
@@ -81,12 +79,7 @@ def _run_router(router: nn.Module, call: LayerCall) -> Tensor | Routing:
 
 def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> None:
     ids, weights, scores = output.topk_expert_ids_TK, output.topk_weights_TK, output.scores_TE
-    if (
-        ids.dim() != 2
-        or ids.shape[0] != num_tokens
-        or ids.dtype != torch.int64
-        or ids.shape != weights.shape
-    ):
+    if ids.dim() != 2 or ids.shape[0] != num_tokens or ids.dtype != torch.int64 or ids.shape != weights.shape:
         raise ConfigError(
             f"the router returned ids {tuple(ids.shape)} of {ids.dtype} and weights {tuple(weights.shape)}; both must "
             f"be ({num_tokens}, K), the ids int64; fix its forward"

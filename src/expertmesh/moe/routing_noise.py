@@ -23,9 +23,7 @@ STREAM_HASH = 4
 STREAM_OUTPUT_MASK = 5
 
 
-def random_bits(
-    noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, layer_index: int, stream: int
-) -> Tensor:
+def random_bits(noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, layer_index: int, stream: int) -> Tensor:
     """Uniform 32-bit integers for each (token, column).
 
     Args:
@@ -33,7 +31,6 @@ def random_bits(
         token_index_T: (T,) int64 global token indices, below 2^48.
         num_columns: numbers per token, at most 2^18.
         layer_index: the number of the layer, below 2^24.
-        stream: one of the STREAM_ constants.
 
     Returns:
         (T, num_columns) int64 in [0, 2^32). Does not synchronise.
@@ -44,9 +41,7 @@ def random_bits(
     index = token_index_T[:, None]
     c1 = (((index >> 32) & _MASK16) << 16) | block
     c3 = torch.full_like(step, ((layer_index & 0xFFFFFF) << 8) | stream)
-    words: Tensor = philox4x32(
-        index & _MASK32, c1, step & _MASK32, c3, seed & _MASK32, (seed >> 32) & _MASK32
-    )
+    words: Tensor = philox4x32(index & _MASK32, c1, step & _MASK32, c3, seed & _MASK32, (seed >> 32) & _MASK32)
     return words.flatten(-2)[:, :num_columns]
 
 
@@ -83,11 +78,6 @@ def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
 
     Call it before each optimizer step. A layer that was never keyed draws a fresh key from torch's default
     generator in each training forward. The key is a tensor, so a new step does not recompile. Does not synchronise.
-
-    Args:
-        module: a model or a layer.
-        seed: the seed of the run; any 64-bit integer.
-        step: the step of the optimizer.
     """
     for layer in module.modules():
         key = getattr(layer, "noise_key", None)
@@ -104,8 +94,6 @@ def count_tokens_from(module: nn.Module, *, first: int, count: int) -> None:
     have equally many tokens. Does not synchronise.
 
     Args:
-        module: a model or a layer.
-        first: index in the batch of the next call's first sample.
         count: samples of each call; their tokens are in sample order.
     """
     for layer in module.modules():
@@ -119,7 +107,6 @@ def first_index(num_tokens: int, samples: Tensor) -> Tensor:
     """Index in the whole batch of a call's first token, int64 scalar, if all samples have equally many tokens.
 
     Args:
-        num_tokens: tokens of the call.
         samples: (2,) int64, (first, count) of `count_tokens_from`; zeros if it was not called.
     """
     first, count = samples.unbind(0)

@@ -27,26 +27,18 @@ def normalized(scores_TE: Tensor, arithmetic: OpSet) -> Tensor:
 
 
 def weights_at(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    expert_ids_TK: Tensor,
+    logits_TE: Tensor,  # (T, E) clean logits
+    scores_TE: Tensor,  # (T, E) their scores
+    expert_ids_TK: Tensor,  # (T, K) int64 in [0, E]; choices equal to E get weight 0
     *,
-    normalize: bool,
+    normalize: bool,  # see above
     options: LayerOptions,
-    arithmetic: OpSet,
+    arithmetic: OpSet,  # op set of the call
 ) -> Tensor:
     """Routing weights of given choices, differentiable.
 
     softmax, sigmoid: w_j = score_j, divided by sum_i score_i over the choices if `normalize`;
     softmax_after_topk: w = softmax over the choices' logits. All times `weight_scale`.
-
-    Args:
-        logits_TE: (T, E) clean logits.
-        scores_TE: (T, E) their scores.
-        expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
-        normalize: see above.
-        options: the options of the layer.
-        arithmetic: op set of the call.
     """
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
@@ -101,12 +93,12 @@ def selection_scores(
 
 
 def choose_by_token(
-    logits_TE: Tensor,
+    logits_TE: Tensor,  # (T, E) clean logits, FP32 or FP64
     top_k: int,
     *,
     options: LayerOptions,
-    arithmetic: OpSet,
-    noise_TE: Tensor | None = None,
+    arithmetic: OpSet,  # op set of the call
+    noise_TE: Tensor | None = None,  # added to the logits for the choice
     bias_E: Tensor | None = None,
     with_load: bool = False,
 ) -> Routing:
@@ -115,11 +107,6 @@ def choose_by_token(
     Noise and bias affect the choice only; weights and losses use the clean scores.
 
     Args:
-        logits_TE: (T, E) clean logits, FP32 or FP64.
-        top_k: K.
-        options: the options of the layer.
-        arithmetic: op set of the call.
-        noise_TE: added to the logits for the choice.
         bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
         with_load: also give the probability of being chosen under Gaussian noise of `options.router_noise_std`.
 
@@ -144,20 +131,12 @@ def choose_by_token(
         )
     else:
         raw_TE = scores_of(logits_TE, options, arithmetic)
-        ids_TK = (
-            selection_scores(logits_TE, noise_TE, bias_E, options, arithmetic)
-            .topk(top_k, dim=-1)
-            .indices
-        )
-        weights_TK = weights_at(
-            logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
-        )
+        ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options, arithmetic).topk(top_k, dim=-1).indices
+        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic)
         scores_TE = balance_scores(raw_TE, options, arithmetic)
     load_TE = None
     if with_load and noise_TE is not None:
-        load_TE = chosen_probability(
-            logits_TE, logits_TE + noise_TE, top_k, options.router_noise_std
-        )
+        load_TE = chosen_probability(logits_TE, logits_TE + noise_TE, top_k, options.router_noise_std)
     return Routing(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
 
 
@@ -181,28 +160,19 @@ def chosen_probability(logits_TE: Tensor, noisy_TE: Tensor, top_k: int, std: flo
 
 
 def choose_by_expert(
-    logits_TE: Tensor,
-    top_k: int,
+    logits_TE: Tensor,  # (T, E) clean logits
+    top_k: int,  # mean number of experts per token
     *,
     options: LayerOptions,
-    arithmetic: OpSet,
-    factor: Ratio,
-    token_mask_T: Tensor | None,
-    noise_TE: Tensor | None = None,
+    arithmetic: OpSet,  # op set of the call
+    factor: Ratio,  # capacity factor as an exact ratio
+    token_mask_T: Tensor | None,  # True for real tokens; the others are never chosen
+    noise_TE: Tensor | None = None,  # added to the logits for the choice
 ) -> Routing:
     """Choose the C best tokens of every expert in each routing group (Zhou et al., arXiv 2202.09368).
 
     C = ceil(T_g * top_k / E * factor). A choice depends on the other tokens of the group, later ones
     included: it does not suit token-by-token generation.
-
-    Args:
-        logits_TE: (T, E) clean logits.
-        top_k: mean number of experts per token.
-        options: the options of the layer.
-        arithmetic: op set of the call.
-        factor: capacity factor as an exact ratio.
-        token_mask_T: True for real tokens; the others are never chosen.
-        noise_TE: added to the logits for the choice.
 
     Returns:
         K = E slots per token: slot e holds e if expert e chose the token, else E. Does not synchronise.
@@ -233,9 +203,7 @@ def choose_by_expert(
     experts_E = torch.arange(E, device=logits_TE.device)
     ids_TK = torch.where(chosen_TE, experts_E, E)
     normalize = options.normalizes(top_k)
-    weights_TK = weights_at(
-        logits_TE, scores_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
-    )
+    weights_TK = weights_at(logits_TE, scores_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic)
     return Routing(ids_TK, weights_TK, balance_scores(scores_TE, options, arithmetic), logits_TE)
 
 
@@ -248,8 +216,6 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     Args:
         token_ids_T: (T,) integer ids.
         hash_key: (2,) int64, (seed, layer).
-        top_k: K, at most E.
-        num_experts: E.
 
     Returns:
         (T, K) int64. Does not synchronise.
@@ -258,9 +224,7 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     seed, layer = hash_key.unbind(0)
     mask = 0xFFFFFFFF
     stream = torch.full_like(seed, STREAM_HASH)
-    words = philox4x32(
-        ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask
-    )
+    words = philox4x32(ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask)
     num_steps = sum(math.gcd(b, num_experts) == 1 for b in range(1, num_experts + 1))
     # computed on the device, because copying a list from the host would synchronise
     b_E = torch.arange(1, num_experts + 1, device=ids.device)

@@ -49,18 +49,16 @@ class RouterOutput:
     Attributes:
         topk_expert_ids_TK: (T, K) int64 in [0, E]; E means "no expert". (Expert-choice routing uses K = E slots; slot e
             is E if expert e did not choose the token.)
-        topk_weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable.
         scores_TE: (T, E) clean scores over all experts for the balance loss, differentiable, summing to 1 per token;
             None: the balance loss is 0.
-        logits_TE: (T, E) logits for the z-loss, differentiable; None: the z-loss is 0.
         load_TE: (T, E) probability that the expert is among the token's choices when its noise is drawn anew,
             differentiable; None: the load half of the importance+load loss counts the choices made.
     """
 
     topk_expert_ids_TK: Tensor
-    topk_weights_TK: Tensor
+    topk_weights_TK: Tensor  # (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable
     scores_TE: Tensor | None = None
-    logits_TE: Tensor | None = None
+    logits_TE: Tensor | None = None  # (T, E) logits for the z-loss, differentiable; None: the z-loss is 0
     load_TE: Tensor | None = None
 
 

@@ -63,11 +63,7 @@ def warm_up(
 
 
 def _with_powers_of_two(counts: set[int]) -> list[int]:
-    """Sorted list of the counts and of the powers of two between the least and the most.
-
-    Raises:
-        ConfigError: a number is negative.
-    """
+    """Sorted list of the counts and of the powers of two between the least and the most."""
     least, most = min(counts, default=0), max(counts, default=0)
     if least < 0:
         raise ConfigError(f"token_counts holds {least}; it must be at least 0; leave it out")

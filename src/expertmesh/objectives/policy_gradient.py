@@ -49,19 +49,12 @@ def soft_length_penalty(lengths: Tensor, rl: RLConfig) -> Tensor:
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn, with what is known of them before the update.
+    """Tokens that were drawn, with what is known of them before the update."""
 
-    Attributes:
-        old_R: (R,) log-probabilities of the policy before the first update.
-        answer_R: (R,) int64 answer of each token.
-        advantage_A: (A,) advantage of each answer.
-        length_A: (A,) tokens of each answer, in the floating dtype of the losses.
-    """
-
-    old_R: Tensor
-    answer_R: Tensor
-    advantage_A: Tensor
-    length_A: Tensor
+    old_R: Tensor  # (R,) log-probabilities of the policy before the first update
+    answer_R: Tensor  # (R,) int64 answer of each token
+    advantage_A: Tensor  # (A,) advantage of each answer
+    length_A: Tensor  # (A,) tokens of each answer, in the floating dtype of the losses
 
     def sums(self, x_R: Tensor) -> Tensor:
         """Sum (A,) over the tokens of each answer."""
@@ -86,11 +79,6 @@ def policy_losses(logprob_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
       w is at most c where A < 0 (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     * cispo: -stop_gradient(min(w, cap)) A log p (MiniMax-M1, arXiv 2506.13585, eq. 4).
     * reinforce: -A log p (Williams 1992).
-
-    Args:
-        logprob_R: (R,) log-probabilities of the policy, with gradients.
-        drawn: the tokens.
-        rl: options.
     """
     advantage_R = drawn.advantage_A[drawn.answer_R]
     if rl.loss == "reinforce":
@@ -122,7 +110,6 @@ def with_penalties(
         loss_R: (R,) losses of the tokens.
         entropies_R: (R,) entropies in nats, with gradients.
         kl_R: (R,) of `kl_estimates`, with gradients; None: `kl_beta` is 0.
-        rl: options.
     """
     if rl.kl_beta:
         assert kl_R is not None
@@ -160,8 +147,6 @@ def corrections(old_R: Tensor, sampled_R: Tensor, drawn: Drawn, rl: RLConfig) ->
     Args:
         old_R: (R,) log-probabilities that training computes before the first update.
         sampled_R: (R,) log-probabilities with which rollouts drew the tokens.
-        drawn: the tokens.
-        rl: options.
     """
     log_R = old_R - sampled_R
     if rl.correction == "token_truncate":

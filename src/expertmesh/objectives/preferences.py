@@ -14,17 +14,11 @@ from torch import Tensor
 
 
 class PairScores(NamedTuple):
-    """Scores of pairs of answers; index 0 of the last axis is the chosen answer.
+    """Scores of pairs of answers; index 0 of the last axis is the chosen answer."""
 
-    Attributes:
-        logprobs_B2: (B, 2) lp, log-probabilities under the model, FP32 or FP64.
-        lengths_B2: (B, 2) n, numbers of tokens.
-        reference_B2: (B, 2) R, log-probabilities under the reference; zeros without one.
-    """
-
-    logprobs_B2: Tensor
-    lengths_B2: Tensor
-    reference_B2: Tensor
+    logprobs_B2: Tensor  # (B, 2) lp, log-probabilities under the model, FP32 or FP64
+    lengths_B2: Tensor  # (B, 2) n, numbers of tokens
+    reference_B2: Tensor  # (B, 2) R, log-probabilities under the reference; zeros without one
 
     @property
     def ratios(self) -> Tensor:
@@ -38,17 +32,11 @@ class PairScores(NamedTuple):
 
 
 class LossNumbers(NamedTuple):
-    """Numbers of a preference loss.
+    """Numbers of a preference loss."""
 
-    Attributes:
-        beta: b.
-        label_smoothing: e, in [0, 0.5).
-        gamma: margin of SimPO.
-    """
-
-    beta: float
-    label_smoothing: float = 0.0
-    gamma: float = 0.0
+    beta: float  # b
+    label_smoothing: float = 0.0  # e, in [0, 0.5)
+    gamma: float = 0.0  # margin of SimPO
 
 
 PairLoss = Callable[[PairScores, LossNumbers], Tensor]
@@ -149,10 +137,8 @@ def pair_sums(
     """Sums over pairs of a step's measures by name.
 
     Args:
-        answers: the pairs' scores.
         entropies_B2: (B, 2) sums of the tokens' entropies in nats.
         losses_B: (B,) losses of the pairs.
-        numbers: numbers of the loss.
         loss: its name; the reward of an answer is b rho, and b lp / n for simpo and orpo.
 
     Returns:

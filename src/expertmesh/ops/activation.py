@@ -26,11 +26,7 @@ _GATED = frozenset({"swiglu", "geglu", "reglu", "clamped_swiglu"})
 
 
 def num_branches(activation: str) -> int:
-    """Return G, the number of branches of `w_in`: 2 for gated activations, else 1.
-
-    Raises:
-        ConfigError: the activation is unknown.
-    """
+    """Return G, the number of branches of `w_in`: 2 for gated activations, else 1."""
     if activation not in _INNER:
         raise other_choice("activation", activation, _INNER)
     return 2 if activation in _GATED else 1

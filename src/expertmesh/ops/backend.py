@@ -57,17 +57,11 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """A backend's state for `expertmesh doctor`.
-
-    Attributes:
-        name: the backend.
-        works: whether it can run here.
-        why: the reason, one line.
-    """
+    """A backend's state for `expertmesh doctor`."""
 
     name: str
-    works: bool
-    why: str
+    works: bool  # whether it can run here
+    why: str  # the reason, one line
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -75,16 +69,11 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
     Args:
         backend: "auto" (triton on a GPU that it supports, else torch), "triton" (our kernels; CPU tensors run in
-            Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own
-            operators) or "reference" (plain autograd, slow).
-        device: the device of the tensors.
-        dtype: the floating-point type of the tensors.
+            Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own operators)
+            or "reference" (plain autograd, slow).
 
     Returns:
         "triton", "torch" or "reference".
-
-    Raises:
-        ConfigError: the backend is unknown or cannot be used here, or the operators do not take the dtype.
     """
     if backend not in BACKENDS:
         raise other_choice("backend", backend, BACKENDS)
@@ -105,7 +94,8 @@ lower_cpu_kernels = lower
 
 
 def cpu_kernels() -> str:
-    """Name of the kernels for experts and exact products on this CPU; one of `CPU_KERNELS`. Compiles the kernels if need be."""
+    """Name of the kernels for experts and exact products on this CPU; one of `CPU_KERNELS`. Compiles the kernels if
+    need be."""
     return loaded().name
 
 
@@ -128,7 +118,10 @@ def _explain_native() -> BackendReport:
     found = loaded()
     if found.kernels is None:
         return BackendReport("native", False, f"{found.problem}; auto uses torch on the CPU")
-    why = f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts and few BF16 rows in inference, and for batch-invariant products"
+    why = (
+        f"kernels in C for {found.kernels.instructions.name}; what auto uses for experts and few BF16 rows in "
+        "inference, and for batch-invariant products"
+    )
     if not found.kernels.has_threads:
         why += "; on one thread, as torch's OpenMP runtime is not found"
     return BackendReport("native", True, f"{why}; {found.problem}" if found.problem else why)

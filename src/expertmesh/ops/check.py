@@ -1,7 +1,8 @@
-"""Declarations of tensor arguments, and the check of a call against them. An error is one line: the value, the rule, the fix.
+"""Declarations of tensor arguments, and the check of a call against them. An error is one line: the value, the rule,
+the fix.
 
-Values are read on CPUs only, and not inside torch.compile, a trace or a transform (`can_look_at`): elsewhere the host would
-have to wait for them, and a compiled graph would break. All other properties are known to the host.
+Values are read on CPUs only, and not inside torch.compile, a trace or a transform (`can_look_at`): elsewhere the host
+would have to wait for them, and a compiled graph would break. All other properties are known to the host.
 """
 
 from collections.abc import Mapping
@@ -46,23 +47,16 @@ class Arg(NamedTuple):
     Attributes:
         shape: one letter of docs/glossary.md for each axis, several shapes with "|" between; "*" stands for any leading
             axes, or for those that the call gives. A letter without a size in the call may be of any size.
-        dtypes: valid dtypes; None: all.
-        of: meaning of an entry, for the message.
-        some: letters whose size must be at least 1.
-        below: letter of the size that values must be below, from 0 on.
-        but: a further valid value.
-        fix: the fix of a value out of range.
-        reshape: the fix of another shape.
     """
 
     shape: str
-    dtypes: Dtypes | None = None
-    of: str = ""
-    some: str = ""
-    below: str = ""
-    but: int | None = None
-    fix: str = ""
-    reshape: str = "reshape it"
+    dtypes: Dtypes | None = None  # valid dtypes; None: all
+    of: str = ""  # meaning of an entry, for the message
+    some: str = ""  # letters whose size must be at least 1
+    below: str = ""  # letter of the size that values must be below, from 0 on
+    but: int | None = None  # a further valid value
+    fix: str = ""  # the fix of a value out of range
+    reshape: str = "reshape it"  # the fix of another shape
 
 
 def check_tensors(
@@ -79,22 +73,14 @@ def check_tensors(
 
 
 def check_tensor(
-    name: str,
-    value: Any,
-    arg: Arg,
-    sizes: Mapping[str, Any],
+    name: str,  # name of the argument
+    value: Any,  # the argument
+    arg: Arg,  # its declaration
+    sizes: Mapping[str, Any],  # sizes by letter; "*" has a tuple of them
     *,
-    device: torch.device | None = None,
+    device: torch.device | None = None,  # device of the call's other tensors; None: any
 ) -> None:
-    """Raise ConfigError unless a value is a dense tensor as declared.
-
-    Args:
-        name: name of the argument.
-        value: the argument.
-        arg: its declaration.
-        device: device of the call's other tensors; None: any.
-        sizes: sizes by letter; "*" has a tuple of them.
-    """
+    """Raise ConfigError unless a value is a dense tensor as declared."""
     if not isinstance(value, Tensor):
         what = f"a tensor of shape {_words(arg, sizes)}"
         raise wrong_type(name, value, what, "convert it with torch.tensor")
@@ -150,9 +136,7 @@ def check_like(
         raise wrong_dtype(name, tensor, str(dtype), f"convert it{autocast}")
 
 
-def check_range(
-    name: str, values: Tensor, *, most: int, fix: str, but: int | None = None, note: str = ""
-) -> None:
+def check_range(name: str, values: Tensor, *, most: int, fix: str, but: int | None = None, note: str = "") -> None:
     """Raise ConfigError unless all values are from 0 to `most`, or `but`; skipped if the host cannot read them."""
     if not can_look_at(values):
         return
@@ -169,7 +153,8 @@ def check_range(
 
 
 def check_bounds(name: str, low: int, high: int, *, most: int, fix: str, note: str = "") -> None:
-    """Raise ConfigError unless the smallest and the largest value of a tensor are from 0 to `most`; `note` explains it."""
+    """Raise ConfigError unless the smallest and the largest value of a tensor are from 0 to `most`; `note` explains
+    it."""
     if not 0 <= low <= high <= most:
         wrong = low if low < 0 else high
         raise ConfigError(f"{name} holds {wrong}; it must be from 0 to {most}{note}; {fix}")

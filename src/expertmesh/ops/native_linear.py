@@ -1,4 +1,5 @@
-"""Dense products on a CPU by the kernels in C (`kernels/cpu`): one order of sums for every number of rows, without trials."""
+"""Dense products on a CPU by the kernels in C (`kernels/cpu`): one order of sums for every number of rows, without
+trials."""
 
 import torch
 from torch import Tensor
@@ -44,15 +45,12 @@ def linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
 def serves_each(x: Tensor, w_ENK: Tensor, b_EN: Tensor | None = None) -> bool:
     """Whether `head_linear` and `linear_of_each` take these tensors."""
     given = (x, w_ENK) if b_EN is None else (x, w_ENK, b_EN)
-    return (
-        all(t.is_cpu and t.dtype == x.dtype for t in given)
-        and x.dtype in _DTYPES
-        and loaded().kernels is not None
-    )
+    return all(t.is_cpu and t.dtype == x.dtype for t in given) and x.dtype in _DTYPES and loaded().kernels is not None
 
 
 def linear_of_each(x_RK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_R: Tensor) -> Tensor:
-    """Compute x W^T + b, (R, N), each row with its own of E matrices, with the bits of `linear`; not seen by autograd."""
+    """Compute x W^T + b, (R, N), each row with its own of E matrices, with the bits of `linear`; not seen by
+    autograd."""
     kernels = loaded().kernels
     assert kernels is not None
     w_ENK = w_ENK if w_ENK.stride(-1) == 1 else w_ENK.contiguous()
@@ -61,7 +59,8 @@ def linear_of_each(x_RK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_R: Tens
 
 
 def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
-    """Compute each head times its own matrix, (T, H, m), in one call, with the bits of `linear`; not seen by autograd."""
+    """Compute each head times its own matrix, (T, H, m), in one call, with the bits of `linear`; not seen by
+    autograd."""
     run = _head_linear if runs_plainly(x_THn, w_Hmn) else _head_linear_operator
     y_THm: Tensor = run(x_THn, w_Hmn)
     return y_THm
@@ -69,9 +68,7 @@ def head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
 
 def _head_linear(x_THn: Tensor, w_Hmn: Tensor) -> Tensor:
     (T, H, n), m = x_THn.shape, w_Hmn.shape[1]
-    return linear_of_each(x_THn.reshape(-1, n), w_Hmn, None, torch.arange(H).repeat(T)).view(
-        T, H, m
-    )
+    return linear_of_each(x_THn.reshape(-1, n), w_Hmn, None, torch.arange(H).repeat(T)).view(T, H, m)
 
 
 _head_linear_operator = cpu_operator(

@@ -1,4 +1,5 @@
-"""Operations along rows on a CPU by the kernels in C (`kernels/cpu/rows.c`): a row has the same bits beside any other rows.
+"""Operations along rows on a CPU by the kernels in C (`kernels/cpu/rows.c`): a row has the same bits beside any other
+rows.
 
 Sums are FP32. Differentiable any number of times; gradients are PyTorch's ordinary sums.
 """
@@ -37,27 +38,19 @@ is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in x's dtype.
-
-    Args:
-        x: (..., N).
-        weight: (N,).
-        eps: added to the mean square.
-    """
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in x's dtype. `x`: (..., N); `weight`: (N,)."""
     run = _rms_norm if runs_plainly(x, weight) else _rms_norm_operator
     y: Tensor = run(x, weight, eps)
     return y
 
 
-def norm_and_rope(
-    x_TXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
-) -> Tensor:
-    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.attention.apply_rope`; rounded once.
+def norm_and_rope(x_TXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.attention.apply_rope`; rounded
+    once.
 
     Args:
         x_TXYd: (T, X, Y, d) heads in two axes, any strides.
         weight: (d,), or None: no norm.
-        eps: the epsilon of the norm.
         cos: (..., d / 2) float32 of P positions; token t has row t mod P.
         sin: the sines, of the shape of cos.
 
@@ -102,9 +95,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _run("rms_norm", x, y, weight=weight.contiguous(), eps=eps)
 
 
-def _norm_and_rope(
-    x_TXYd: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-) -> Tensor:
+def _norm_and_rope(x_TXYd: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     T, X, Y, d = x_TXYd.shape
     x_TXYd = x_TXYd if x_TXYd.stride(-1) == 1 else x_TXYd.contiguous()
     y_THd = x_TXYd.new_empty(T, X * Y, d)
@@ -124,9 +115,7 @@ def _row_sum(x: Tensor) -> Tensor:
     return _run("sum", x, y(*x.shape[:-1], 1))
 
 
-def _norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
+def _norm_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the weight; with n = x s: dx = s (g w - n mean(g w n)), dw = sum(g n)."""
     if weight is None:
         return grad.to(x.dtype), None

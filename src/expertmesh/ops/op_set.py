@@ -43,34 +43,26 @@ class OpSet:
     Except for the router, `backend` is read with batch_invariant only.
 
     Attributes:
-        batch_invariant: whether a row's result is bitwise the same in every batch.
-        linear: (x, w_NK, b_N=None, *, backend="auto") -> x W^T + b.
-        router_linear: (x_TD, w_ED, *, backend) -> (T, E) in FP32 or FP64; see `expertmesh.ops.router_linear`.
-        softmax: softmax along the last axis.
-        sigmoid: the sigmoid of each element.
-        row_sum: sum along the last axis, which is kept with size 1.
-        unit_rows: (x, *, eps) -> x / max(|x|, eps) along the last axis.
-        cos_and_sin: cosine and sine of FP32 or FP64 angles.
-        rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype.
-        norm_and_rope: (x_BSXYd, weight, *, eps, cos, sin) -> (B, S, X * Y, d) heads in two axes, normalised if there is a weight,
-            and rotated; None if it does not support the call.
-        head_linear: (x_THn, w_Hmn) -> (T, H, m), each head times its own matrix.
-        attention: (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`.
-        mlp: dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`.
+        norm_and_rope: (x_BSXYd, weight, *, eps, cos, sin) -> (B, S, X * Y, d) heads in two axes, normalised if there is
+            a weight, and rotated; None if it does not support the call.
     """
 
-    batch_invariant: bool
-    linear: Callable[..., Tensor]
+    batch_invariant: bool  # whether a row's result is bitwise the same in every batch
+    linear: Callable[..., Tensor]  # (x, w_NK, b_N=None, *, backend="auto") -> x W^T + b
+    # (x_TD, w_ED, *, backend) -> (T, E) in FP32 or FP64; see `expertmesh.ops.router_linear`
     router_linear: Callable[..., Tensor]
-    softmax: Callable[[Tensor], Tensor]
-    sigmoid: Callable[[Tensor], Tensor]
-    row_sum: Callable[[Tensor], Tensor]
-    unit_rows: Callable[..., Tensor]
-    cos_and_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
+    softmax: Callable[[Tensor], Tensor]  # softmax along the last axis
+    sigmoid: Callable[[Tensor], Tensor]  # the sigmoid of each element
+    row_sum: Callable[[Tensor], Tensor]  # sum along the last axis, which is kept with size 1
+    unit_rows: Callable[..., Tensor]  # (x, *, eps) -> x / max(|x|, eps) along the last axis
+    cos_and_sin: Callable[[Tensor], tuple[Tensor, Tensor]]  # cosine and sine of FP32 or FP64 angles
+    # (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), returned in x's dtype
     rms_norm: Callable[..., Tensor]
     norm_and_rope: Callable[..., Tensor | None]
-    head_linear: Callable[[Tensor, Tensor], Tensor]
+    head_linear: Callable[[Tensor, Tensor], Tensor]  # (x_THn, w_Hmn) -> (T, H, m), each head times its own matrix
+    # (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`
     attention: Callable[..., Tensor]
+    # dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`
     mlp: Callable[..., Tensor]
 
     def in_mode(self, training: bool) -> "OpSet":

@@ -31,9 +31,7 @@ def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> 
     return _tokens_to_rows(x_TD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, name)
 
 
-def unpermute(
-    y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto"
-) -> Tensor:
+def unpermute(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto") -> Tensor:
     """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times.
 
     Raises ConfigError if the metadata have another number of rows.
@@ -94,9 +92,7 @@ def _tokens_to_rows(
     return torch.where(live[:, None], x_TD[token_of_row_N], 0)
 
 
-_tokens_to_rows.register_fake(
-    lambda x, offsets, tokens, slots, backend: x.new_empty(tokens.shape[0], x.shape[1])
-)
+_tokens_to_rows.register_fake(lambda x, offsets, tokens, slots, backend: x.new_empty(tokens.shape[0], x.shape[1]))
 
 
 def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
@@ -110,7 +106,8 @@ def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int)
 
 
 def sum_rows_in_order(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
-    """Compute `sum_rows` by additions that are rounded to even at the end, as every implementation can do it to the bit."""
+    """Compute `sum_rows` by additions that are rounded to even at the end, as every implementation can do it to the
+    bit."""
     num_tokens = row_of_slot_N.shape[0] // top_k
     if y_RD.shape[0] == 0 or num_tokens == 0:
         return y_RD.new_zeros(num_tokens, y_RD.shape[1])
@@ -178,9 +175,7 @@ def _rows_to_slots(
     return torch.where(live[:, None], y_RD[torch.where(live, row_of_slot_N, 0)], 0)
 
 
-_rows_to_slots.register_fake(
-    lambda y, offsets, slots, rows, backend: y.new_empty(rows.shape[0], y.shape[1])
-)
+_rows_to_slots.register_fake(lambda y, offsets, slots, rows, backend: y.new_empty(rows.shape[0], y.shape[1]))
 
 
 # Each copy is the transpose of another one, so they are each other's gradients, to any order.

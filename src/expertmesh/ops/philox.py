@@ -18,11 +18,7 @@ def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: T
 
     Args:
         c0: int64 word of the counter in [0, 2^32), broadcast with c1, c2 and c3.
-        c1: see c0.
-        c2: see c0.
-        c3: see c0.
         k0: scalar int64 in [0, 2^32).
-        k1: scalar int64 in [0, 2^32).
 
     Returns:
         (..., 4) int64, uniform in [0, 2^32). Does not synchronise.

@@ -12,21 +12,17 @@ _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
 
 
 def cpu_operator(
-    schema: str,
+    schema: str,  # name, arguments and results, as `torch.library.Library.define` reads them
     run: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any],  # function that returns results without values
     *,
     backward: Callable[..., Any] | None = None,
-    save: Callable[..., None] | None = None,
+    save: Callable[..., None] | None = None,  # what saves tensors for `backward`
 ) -> Any:
     """Register a function of CPU tensors as an operator; without gradients a call costs a tenth of `custom_op`'s.
 
     Args:
-        schema: name, arguments and results, as `torch.library.Library.define` reads them.
-        run: the function.
-        fake: function that returns results without values.
         backward: gradients, see `torch.library.register_autograd`; None: not seen by autograd.
-        save: what saves tensors for `backward`.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -35,9 +31,7 @@ def cpu_operator(
     if backward is None:
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     else:
-        torch.library.register_autograd(
-            f"expertmesh::{name}", backward, setup_context=save, lib=_LIBRARY
-        )
+        torch.library.register_autograd(f"expertmesh::{name}", backward, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.expertmesh, name).default
 
 
@@ -46,14 +40,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
     # `is_compiling` is one flag for all threads, and a step may be traced while this thread computes
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         return False
-    for t in tensors:
+    for t in tensors:  # noqa: SIM110 (a generator takes as long as the whole check)
         if t is not None and (type(t) not in (Tensor, nn.Parameter) or not t.is_cpu):
             return False
     return True
 
 
 def _is_direct(*tensors: Tensor | None) -> bool:
-    """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no transform."""
+    """Whether nothing stands between a call with these tensors and their memory: plain, no dispatch mode, no
+    transform."""
     if not is_plain(*tensors):  # first: a compiler breaks at what is below
         return False
     # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
@@ -66,7 +61,8 @@ def can_look_at(tensor: Tensor) -> bool:
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors needs no dispatch and reads their memory as it is: CPU, no compiler, no autograd, no mode.
+    """Whether a call with these tensors needs no dispatch and reads their memory as it is: CPU, no compiler, no
+    autograd, no mode.
 
     A `torch.library` operator costs 20 us in PyTorch's dispatcher with warm caches, and several times as much with cold
     ones, as in token-by-token generation. On a CPU that is as long as reading an expert takes.

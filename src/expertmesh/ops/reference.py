@@ -77,9 +77,7 @@ def choose_experts(
     criterion = criterion if bias_E is None else criterion + bias_E
     if num_expert_groups > 1:
         grouped = criterion.unflatten(-1, (num_expert_groups, -1))
-        strength = (
-            grouped.sort(-1, descending=True).values[..., : GROUP_SCORES[group_score]].sum(-1)
-        )
+        strength = grouped.sort(-1, descending=True).values[..., : GROUP_SCORES[group_score]].sum(-1)
         order = strength.sort(dim=-1, descending=True, stable=True).indices
         far = order.argsort(-1) >= num_limited_groups
         criterion = grouped.masked_fill(far[..., None], -torch.inf).flatten(-2)

@@ -13,7 +13,8 @@ from expertmesh.ops.check import INTEGERS, Arg, check_bounds, check_tensor
 from expertmesh.ops.plain_call import can_look_at, runs_plainly
 
 MOST_TRITON_EXPERTS = 2047
-"""Maximum number of experts of the Triton kernels, which hold one value per expert in one program; `kernels.route_metadata.MAX_EXPERTS`."""
+"""Maximum number of experts of the Triton kernels, which hold one value per expert in one program;
+`kernels.route_metadata.MAX_EXPERTS`."""
 
 NO_EXPERT = " (num_experts, which means no expert)"
 _NUM_EXPERTS = Number(1, 65535, types=WHOLE)
@@ -121,7 +122,8 @@ def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
         fits = torch.equal(slots_N // (num_slots // num_tokens), tokens_N)
     if not fits:
         raise ConfigError(
-            f"x has {num_tokens} tokens and the metadata {num_slots} choices of another number; they must be of the same tokens; "
+            f"x has {num_tokens} tokens and the metadata {num_slots} choices of another number; they must be of the "
+            "same tokens; "
             "give the tokens that were routed"
         )
 
@@ -131,7 +133,8 @@ def check_rows(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> None:
     num_rows, num_slots = metadata.token_of_row_N.shape[0], metadata.row_of_slot_N.shape[0]
     if y_RD.shape[0] != num_rows or top_k < 1 or num_slots % top_k:
         raise ConfigError(
-            f"y has {y_RD.shape[0]} rows and top_k is {top_k}; the metadata are of {num_rows} rows and {num_slots} choices, "
+            f"y has {y_RD.shape[0]} rows and top_k is {top_k}; the metadata are of {num_rows} rows and {num_slots} "
+            "choices, "
             "which top_k must divide; check both"
         )
 

@@ -24,7 +24,6 @@ def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tenso
     Args:
         x_TD: (T, D), any float dtype; saved for the backward without an FP32 copy.
         w_ED: (E, D), any float dtype.
-        backend: see `resolve_backend`.
 
     Returns:
         (T, E) in FP32 or FP64. Differentiable, also twice (the second time by FP32 products). Does not synchronise.
@@ -91,18 +90,14 @@ _split_linear.register_autograd(_split_backward, setup_context=_save_inputs)
 
 
 @torch.library.custom_op("expertmesh::router_linear_split_grads", mutates_args=())
-def _split_gradients(
-    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
+def _split_gradients(grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
     from expertmesh.kernels import split_product
 
     return split_product.gradients(grad_TE, x_TD, w_ED, need_x=need_x, need_w=need_w)
 
 
 @_split_gradients.register_fake
-def _(
-    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
+def _(grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
     dx = x_TD.new_empty(x_TD.shape if need_x else 0)
     return dx, w_ED.new_empty(w_ED.shape if need_w else 0)
 

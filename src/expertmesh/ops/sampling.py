@@ -1,4 +1,5 @@
-"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row only."""
+"""Sampling: from logits to token ids and logprobs for all rows in one call; each row's result depends on that row
+only."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -12,35 +13,21 @@ from expertmesh.ops.philox import philox4x32
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Sampling parameters of R rows; a tensor that is named as an option of a request has its values.
+    """Sampling parameters of R rows; a tensor that is named as an option of a request has its values."""
 
-    Attributes:
-        temperature_R: FP64 temperatures; 0: greedy.
-        top_k_R: int64 number of tokens kept; V or more: all.
-        top_p_R: FP64 probability mass kept; 1: all.
-        min_p_R: FP64 smallest probability relative to the largest; 0: all.
-        seed_R: int64 seeds.
-        answer_R: int64 index of the row's answer among its prompt's answers.
-        position_R: int64 position of the token to sample.
-        all_greedy: whether all rows are greedy; known on the host.
-        none_filters: whether no row has a filter: top_k, top_p, min_p.
-    """
-
-    temperature_R: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
-    min_p_R: Tensor
-    seed_R: Tensor
-    answer_R: Tensor
-    position_R: Tensor
-    all_greedy: bool
-    none_filters: bool
+    temperature_R: Tensor  # FP64 temperatures; 0: greedy
+    top_k_R: Tensor  # int64 number of tokens kept; V or more: all
+    top_p_R: Tensor  # FP64 probability mass kept; 1: all
+    min_p_R: Tensor  # FP64 smallest probability relative to the largest; 0: all
+    seed_R: Tensor  # int64 seeds
+    answer_R: Tensor  # int64 index of the row's answer among its prompt's answers
+    position_R: Tensor  # int64 position of the token to sample
+    all_greedy: bool  # whether all rows are greedy; known on the host
+    none_filters: bool  # whether no row has a filter: top_k, top_p, min_p
 
     def first(self, num: int) -> Self:
         """Parameters of the first rows."""
-        tensors: dict[str, Any] = {
-            name: t[:num] for name, t in vars(self).items() if isinstance(t, Tensor)
-        }
+        tensors: dict[str, Any] = {name: t[:num] for name, t in vars(self).items() if isinstance(t, Tensor)}
         return replace(self, **tensors)
 
 
@@ -119,27 +106,16 @@ def logprobs(logits_RV: Tensor) -> Tensor:
 
 def penalised(
     logits_RV: Tensor,
-    rows_N: Tensor,
-    ids_N: Tensor,
+    rows_N: Tensor,  # rows of the N distinct (row, token) pairs that occur in prompt or answer
+    ids_N: Tensor,  # token ids of these pairs
     *,
-    times_N: Tensor,
-    is_generated_N: Tensor,
-    repetition_R: Tensor,
-    presence_R: Tensor,
-    frequency_R: Tensor,
+    times_N: Tensor,  # number of occurrences in the answer
+    is_generated_N: Tensor,  # whether the token occurs in the answer
+    repetition_R: Tensor,  # divisor of positive logits and factor of negative ones
+    presence_R: Tensor,  # subtracted once from logits of tokens in the answer
+    frequency_R: Tensor,  # subtracted once per occurrence in the answer
 ) -> Tensor:
-    """Apply repetition, presence and frequency penalties; returns a new tensor.
-
-    Args:
-        logits_RV: logits.
-        rows_N: rows of the N distinct (row, token) pairs that occur in prompt or answer.
-        ids_N: token ids of these pairs.
-        times_N: number of occurrences in the answer.
-        is_generated_N: whether the token occurs in the answer.
-        repetition_R: divisor of positive logits and factor of negative ones.
-        presence_R: subtracted once from logits of tokens in the answer.
-        frequency_R: subtracted once per occurrence in the answer.
-    """
+    """Apply repetition, presence and frequency penalties; returns a new tensor."""
     found = logits_RV[rows_N, ids_N]
     factor = repetition_R[rows_N]
     found = torch.where(found > 0, found / factor, found * factor)

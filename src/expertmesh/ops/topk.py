@@ -126,9 +126,7 @@ def _check_groups(
     check_choice("group_score", group_score, GROUP_SCORES)
 
 
-def check_reachable(
-    top_k: int, num_experts: int, num_expert_groups: int, num_limited_groups: int
-) -> None:
+def check_reachable(top_k: int, num_experts: int, num_expert_groups: int, num_limited_groups: int) -> None:
     """Raise ConfigError if a token would choose more experts than the groups hold that it may choose in."""
     reachable = num_limited_groups * (num_experts // num_expert_groups)
     if num_expert_groups > 1 and top_k > reachable:

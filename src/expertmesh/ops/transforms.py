@@ -19,23 +19,20 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
     """Raise ConfigError inside a transform that would give wrong results. Costs almost nothing outside transforms.
 
     Args:
-        what: name of the operation, for the message.
         tensors: returns the differentiable inputs; called inside forward-mode differentiation only.
-
-    Raises:
-        ConfigError: inside torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian, linearize or vmap, inside torch.jit.trace, or with
-            a tensor that has a tangent.
     """
     if torch.compiler.is_compiling():
         return
     if torch.jit.is_tracing():
         raise ConfigError(
-            f"{what} inside torch.jit.trace: its routing depends on the data, a trace does not; use torch.export or torch.compile"
+            f"{what} inside torch.jit.trace: its routing depends on the data, a trace does not; use torch.export or "
+            "torch.compile"
         )
     stack = get_interpreter_stack() or ()
     if any(level.key() != TransformType.Functionalize for level in stack):
         raise ConfigError(
-            f"{what} inside a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...): would be wrong; use torch.autograd.grad or"
+            f"{what} inside a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...): would be wrong; use "
+            "torch.autograd.grad or"
             " torch.autograd.functional.jacobian, and for vmap a batch"
         )
     if forward_ad._current_level >= 0 and any(
@@ -47,13 +44,7 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
 
 
 def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
-    """Make the second derivative of an operator an error, instead of a wrong number.
-
-    Args:
-        backward: the operator that computes gradients, a `torch.library.custom_op`.
-        what: name of the operation whose backward it is.
-        fix: advice for the message.
-    """
+    """Make the second derivative of an operator an error, instead of a wrong number."""
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"{what} has no second derivative; {fix}")
@@ -62,11 +53,7 @@ def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
 
 
 def refuse_batched_gradient(what: str, grad: Tensor | None) -> None:
-    """Raise ConfigError in a backward over a batch of gradients (`is_grads_batched`, `vectorize`).
-
-    Raises:
-        ConfigError: the gradient is a batch.
-    """
+    """Raise ConfigError in a backward over a batch of gradients (`is_grads_batched`, `vectorize`)."""
     if torch.compiler.is_compiling() or grad is None or not is_legacy_batchedtensor(grad):
         return
     raise ConfigError(

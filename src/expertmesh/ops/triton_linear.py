@@ -15,7 +15,8 @@ def forward(
     transposed: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not synchronise."""
+    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not
+    synchronise."""
     from expertmesh.kernels import moe_forward, tiles
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
@@ -38,9 +39,7 @@ def forward(
     return y.masked_fill_(dead_R[:, None], 0)
 
 
-def weight_grad(
-    grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
-) -> Tensor:
+def weight_grad(grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool) -> Tensor:
     """Compute the gradient of the weights, contiguous; zeros for experts without rows."""
     from expertmesh.kernels import moe_wgrad, tiles
 
@@ -71,9 +70,7 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return out
 
 
-def _config(
-    x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int, batch_invariant: bool = False
-) -> Any:
+def _config(x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int, batch_invariant: bool = False) -> Any:
     from expertmesh.kernels import tiles
 
     return tiles.choose_config(

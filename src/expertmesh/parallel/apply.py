@@ -83,8 +83,8 @@ def parallelize(
         adaptive: same as `config.adaptive`: each layer chooses its dispatch options by its load.
         bytes_beside: memory of a rank that is reserved for other long-lived allocations; adaptive dispatch does not use
             it.
-        plans: file in which adaptive dispatch keeps its plans beside the user's cache, and which it begins with if it is
-            there; read and written by rank 0. None: the cache alone.
+        plans: file in which adaptive dispatch keeps its plans beside the user's cache, and which it begins with if it
+            is there; read and written by rank 0. None: the cache alone.
 
     Returns:
         The world; it counts communicated bytes, and `World.close` ends its groups.
@@ -162,19 +162,20 @@ def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]
 
 def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
     """Raise ConfigError unless the model is a module that is not yet sharded or wrapped, and `config` is a
-    ParallelConfig.
-    """
+    ParallelConfig."""
     check_module(model)
     fix = "give RunConfig(parallel={...}).parallel"
     check_type("config", config, ParallelConfig, "a ParallelConfig", fix)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; give the"
+            "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; "
+            "give the"
             " module inside, parallelize sums gradients itself"
         )
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not seen"
+            f"model is {type_of(model)}, spread already; call parallelize once, on a model that fully_shard has not "
+            "seen"
         )
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     experts = {p for layer in layers for p in layer.experts.parameters()}
@@ -188,8 +189,7 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
 
 def _check_same(model: nn.Module, world: World) -> None:
     """Raise ConfigError unless all ranks have the same parameters, by sums of their bits; models on the meta device
-    pass.
-    """
+    pass."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     parameters = [parameter.detach() for parameter in model.parameters()]
     if world.size == 1 or any(parameter.is_meta for parameter in parameters):
@@ -199,17 +199,14 @@ def _check_same(model: nn.Module, world: World) -> None:
     odd = next((rank for rank, sums in enumerate(found) if sums != found[0]), None)
     if odd is not None:
         raise ConfigError(
-            f"model: its parameters on rank {odd} are not those on rank 0; call torch.manual_seed with the same seed on all ranks"
+            f"model: its parameters on rank {odd} are not those on rank 0; call torch.manual_seed with the same seed "
+            "on all ranks"
             " before it is made, or load the same weights"
         )
 
 
 def model_device_type(model: nn.Module) -> str | None:
-    """Device type of a model's parameters; None: on the meta device, or no parameters.
-
-    Raises:
-        ConfigError: the model is on another GPU than the current one, where new tensors would be allocated.
-    """
+    """Device type of a model's parameters; None: on the meta device, or no parameters."""
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     if device.type == "cuda":
         check_current(device, torch.cuda.current_device())
@@ -217,18 +214,11 @@ def model_device_type(model: nn.Module) -> str | None:
 
 
 def check_current(device: torch.device, current: int) -> None:
-    """Raise ConfigError for a model on another GPU than the current one.
-
-    Args:
-        device: device of the model.
-        current: index of the current GPU.
-
-    Raises:
-        ConfigError: the device has another index.
-    """
+    """Raise ConfigError for a model on another GPU than the current one."""
     if device.index not in (None, current):
         raise ConfigError(
-            f"the model is on {device} and the current device is cuda:{current}; call torch.cuda.set_device({device.index}) "
+            f"the model is on {device} and the current device is cuda:{current}; call "
+            f"torch.cuda.set_device({device.index}) "
             "before the process group is made"
         )
 
@@ -273,14 +263,14 @@ def _spread_layers(
         _plan_of(layer, index, config, degrees, num_moe_layers=len(moe_layers))
         for index, layer in enumerate(moe_layers)
     ]
-    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):  # all before one is changed
-        check_spread(layer, world.size, es_degree=es_degree, way=way, **common)
-    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):
+    for layer, (es_degree, dispatch) in zip(moe_layers, plans, strict=True):  # all before one is changed
+        check_spread(layer, world.size, es_degree=es_degree, dispatch=dispatch, **common)
+    for layer, (es_degree, dispatch) in zip(moe_layers, plans, strict=True):
         spread_experts(
             layer,
             world,
             es_degree=es_degree,
-            route_degree=way.route_degree,
+            route_degree=dispatch.route_degree,
             overlap_degree=config.overlap_degree,
             all_to_all=config.all_to_all,
             replicated_experts=config.replicated_experts,
@@ -311,19 +301,13 @@ def _plan_of(
             ep_degree=ep_degree,
         )
         es_degree, route_degree = split.storage.f, split.route_degree
-    way = DispatchOptions(
-        route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts
-    )
-    return es_degree, way
+    dispatch = DispatchOptions(route_degree, config.overlap_degree, config.all_to_all, config.replicated_experts)
+    return es_degree, dispatch
 
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
-    """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are sharded.
-
-    Args:
-        model: on the meta device, or with memory.
-        num_parts: shards that each dense parameter will be cut into.
-    """
+    """Bytes that weights, gradients and two moments will still take on a rank, for a model whose experts are
+    sharded."""
     total = 0.0
     for parameter in model.parameters():
         is_cut = isinstance(parameter, DTensor)
@@ -359,8 +343,7 @@ def _adapt(
     own: Path | None,
 ) -> None:
     """Let layers choose the dispatch options that the configuration leaves open, and save the plans that they settle
-    on in the user's cache and in the run's `own` file.
-    """
+    on in the user's cache and in the run's `own` file."""
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
     pinned = DispatchOptions(
@@ -415,25 +398,14 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def expert_split(
-    config: ParallelConfig,
+    config: ParallelConfig,  # requested degrees
     *,
-    degrees: DenseDegrees,
-    num_experts: int,
-    hidden_dim: int,
-    ep_degree: int | None,
+    degrees: DenseDegrees,  # the degrees of the dense layers
+    num_experts: int,  # E
+    hidden_dim: int,  # F
+    ep_degree: int | None,  # the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`
 ) -> RouteSplit:
-    """Storage degrees of a layer's experts, and the split that its forwards start from.
-
-    Args:
-        config: requested degrees.
-        degrees: the degrees of the dense layers.
-        num_experts: E.
-        hidden_dim: F.
-        ep_degree: the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`.
-
-    Raises:
-        ConfigError: the degrees do not fit.
-    """
+    """Storage degrees of a layer's experts, and the split that its forwards start from."""
     num_ranks = degrees.num_storage_ranks
     storage = expert_degrees(
         num_ranks,
@@ -459,12 +431,7 @@ def expert_split(
 
 
 def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
-    """Factors of the number of ranks for the dense layers.
-
-    Raises:
-        ConfigError: the product of the degrees is not the number of ranks, or an 8-bit dispatch_dtype is given for one
-            rank.
-    """
+    """Factors of the number of ranks for the dense layers."""
     if config.dispatch_dtype != "same" and num_ranks == 1:
         raise ConfigError(
             "parallel.dispatch_dtype",

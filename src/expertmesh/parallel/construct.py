@@ -8,20 +8,13 @@ from expertmesh.parallel.huge_pages import zeros_in_huge_pages
 
 
 def give_memory(
-    model: nn.Module,
+    model: nn.Module,  # on the meta device, perhaps sharded by `expertmesh.parallel.apply.parallelize`
     *,
-    device: torch.device | str,
-    offload: bool = False,
-    in_huge_pages: bool = True,
+    device: torch.device | str,  # the device that computes
+    offload: bool = False,  # keep parameters in host memory; buffers are on the device in any case
+    in_huge_pages: bool = True,  # whether large tensors on a CPU get pages of 2 MB; not those that are offloaded
 ) -> None:
-    """Allocate the parameters and buffers of a model, as zeros; initialize or read them next.
-
-    Args:
-        model: on the meta device, perhaps sharded by `expertmesh.parallel.apply.parallelize`.
-        device: the device that computes.
-        offload: keep parameters in host memory; buffers are on the device in any case.
-        in_huge_pages: whether large tensors on a CPU get pages of 2 MB; not those that are offloaded.
-    """
+    """Allocate the parameters and buffers of a model, as zeros; initialize or read them next."""
     home = torch.device("cpu" if offload else device)
     is_huge = in_huge_pages and home.type == "cpu" and not offload
 
@@ -29,9 +22,7 @@ def give_memory(
         if isinstance(t, DTensor):
             local = zeros(t.to_local())
             place = (t.device_mesh, t.placements)
-            return DTensor.from_local(
-                local, *place, run_check=False, shape=t.shape, stride=t.stride()
-            )
+            return DTensor.from_local(local, *place, run_check=False, shape=t.shape, stride=t.stride())
         if is_huge and t.is_contiguous():
             return zeros_in_huge_pages(t.shape, t.dtype)
         return torch.zeros_like(t, device=home)

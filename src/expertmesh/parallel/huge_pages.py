@@ -81,11 +81,7 @@ def huge_page_bytes(root: Path = _ROOT) -> int:
 
 
 def say_huge_pages(num_bytes: int) -> None:
-    """Log how much of the weights that were loaded on the CPU is in such pages.
-
-    Args:
-        num_bytes: bytes of the weights.
-    """
+    """Log how much of the weights that were loaded on the CPU is in such pages. `num_bytes`: bytes of the weights."""
     if num_bytes >= LEAST_BYTES and _log.isEnabledFor(logging.INFO) and (mode := huge_page_mode()):
         _log.info(
             "weights: %s MB, of this process %s MB in pages of 2 MB (transparent_hugepage: %s)",

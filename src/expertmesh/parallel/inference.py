@@ -27,9 +27,6 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
         es_degree: slices of each expert; None: the number of ranks if it divides the experts' hidden size (equal work
             on all ranks, whichever experts are chosen), else as few as possible.
 
-    Raises:
-        ConfigError: the degrees do not fit the ranks or a layer, or a layer is sharded already.
-
     Example:
         >>> import torch
         >>> torch.distributed.init_process_group(
@@ -59,13 +56,10 @@ def broadcast_from_rank0(model: object) -> Callable[[Tensor], Tensor]:
 
     Ranks compute the same bits on equal processors. On different processors a tie may be broken differently; ranks that
     continue with different tokens would then deadlock.
-
-    Args:
-        model: any model, sharded by `spread_for_inference` or not.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     dispatchers = (module.dispatcher for module in modules if isinstance(module, MoELayer))
-    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.tokens_are_replicated), None)  # fmt: skip
+    found = next((d for d in dispatchers if isinstance(d, ExpertDispatcher) and d.tokens_are_replicated), None)
     if found is None or found.storage.world.size == 1:
         return lambda choices: choices
     group = found.storage.world.all_ranks()

@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], part: Tensor, *, parameter: Tensor
-) -> Tensor:
+def on_whole_matrices(function: Callable[[Tensor], Tensor], part: Tensor, *, parameter: Tensor) -> Tensor:
     """Apply a function of matrices to a tensor that has the DTensor layout of a parameter.
 
     Axes before the last two count matrices (experts, branches): cuts along them stay, so experts that are whole on
@@ -19,7 +17,6 @@ def on_whole_matrices(
     Args:
         function: (..., A, B) -> (..., A, B), each matrix on its own.
         part: this rank's shard.
-        parameter: a plain tensor, or a DTensor with the layout of `part`.
 
     Returns:
         This rank's shard of the function's result.

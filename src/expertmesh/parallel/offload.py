@@ -23,11 +23,7 @@ def compute_device(device_type: str) -> torch.device:
 
 
 class HostMemory:
-    """Copies tensors between host memory and the device that computes.
-
-    Args:
-        device: the device that computes.
-    """
+    """Copies tensors between host memory and the device that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,6 +73,4 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.device_type == _HOST.type:
         return mesh
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return DeviceMesh.from_group(
-        groups, _HOST.type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
-    )
+    return DeviceMesh.from_group(groups, _HOST.type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

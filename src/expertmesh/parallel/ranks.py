@@ -31,9 +31,7 @@ class Ranks:
         reduces_once: whether dense gradients are summed over ranks once per step, not once per micro-batch.
     """
 
-    def __init__(
-        self, world: World | None = None, *, tp_degree: int = 1, reduces_once: bool = False
-    ) -> None:
+    def __init__(self, world: World | None = None, *, tp_degree: int = 1, reduces_once: bool = False) -> None:
         self.world, self.tp_degree, self.reduces_once = world, tp_degree, reduces_once
 
     @property
@@ -58,8 +56,7 @@ class Ranks:
 
     def rows(self, start: int, stop: int) -> slice:
         """Slice of the rows start ... stop - 1 that this rank computes: consecutive in rank order, equal if the parts
-        divide them.
-        """
+        divide them."""
         if self.world is None:
             return slice(start, stop)
         n, p, R = stop - start, self.world.position // self.tp_degree, self.num_row_parts
@@ -80,7 +77,8 @@ class Ranks:
 
     @property
     def counted(self) -> float:
-        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else 0."""
+        """Weight, in a sum over ranks, of a result that ranks with the same rows share: 1 on the first of them, else
+        0."""
         return float(self.position % self.tp_degree == 0)
 
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
@@ -102,11 +100,7 @@ class Ranks:
         return torch.device(kind)
 
     def on_rank0(self, function: Callable[[], T]) -> T:
-        """Run a function on rank 0 only and return its result on all ranks (pickled); the other ranks wait.
-
-        Raises:
-            PeerError: on the other ranks, with the reason, when rank 0 failed; rank 0 raises its own error.
-        """
+        """Run a function on rank 0 only and return its result on all ranks (pickled); the other ranks wait."""
         if self.world is None:
             return function()
         answer: list[Any] = [None]
@@ -132,12 +126,7 @@ class Ranks:
         return result
 
     def on_all(self, function: Callable[[], T]) -> T:
-        """Run a function on every rank, and report a failure to all before any continues.
-
-        Raises:
-            PeerError: a rank failed. The first rank that failed raises its own error, all others this one with its
-                reason.
-        """
+        """Run a function on every rank, and report a failure to all before any continues."""
         error: BaseException | None = None
         value: Any = None
         try:
@@ -164,20 +153,13 @@ class Ranks:
         return values
 
     def check_equal(self, value: str, *, what: str) -> None:
-        """Check that all ranks have the same text.
-
-        Raises:
-            ConfigError: on rank 0, with the first rank that has another text.
-            PeerError: on the other ranks in that case.
-        """
+        """Check that all ranks have the same text."""
         texts = self.gather(value)
         odd = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
         if odd is None:
             return
         kind = ConfigError if self.is_leader else PeerError
-        raise kind(
-            f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files"
-        )
+        raise kind(f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files")
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip gradients by their joint norm over all ranks; returns the norm before clipping."""
@@ -195,7 +177,6 @@ def backend_for(device_type: str, *, on_host: bool) -> str:
     """Backend of torch's process group for collectives of a device.
 
     Args:
-        device_type: "cpu" or "cuda".
         on_host: whether collectives also take tensors in host memory, which NCCL does not.
     """
     if device_type != "cuda":
@@ -206,25 +187,20 @@ def backend_for(device_type: str, *, on_host: bool) -> str:
 @contextmanager
 def open_ranks(
     *,
-    device_type: str,
-    timeout_s: float,
-    tp_degree: int = 1,
-    reduces_once: bool = False,
+    device_type: str,  # "cpu" (gloo) or "cuda" (NCCL)
+    timeout_s: float,  # the timeout of every collective
+    tp_degree: int = 1,  # see `Ranks`
+    reduces_once: bool = False,  # see `Ranks`
     offload: bool = False,
-    on_host: bool = False,
+    on_host: bool = False,  # whether collectives also take tensors in host memory, as steps of an engine do
 ) -> Iterator[Ranks]:
     """Ranks that torchrun started, or this process alone.
 
     An existing process group is used and left open.
 
     Args:
-        device_type: "cpu" (gloo) or "cuda" (NCCL).
-        timeout_s: the timeout of every collective.
-        tp_degree: see `Ranks`.
-        reduces_once: see `Ranks`.
         offload: whether parameters rest in host memory. Groups then have a CPU backend as well, and a single process is
             a world of one rank.
-        on_host: whether collectives also take tensors in host memory, as steps of an engine do.
     """
     launched = dist.is_torchelastic_launched()
     ours = not dist.is_initialized() and (launched or offload)
@@ -250,7 +226,8 @@ def open_ranks(
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(
-            f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the start: "
+            f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the "
+            "start: "
             f"{reason}"
         ) from error
     finally:

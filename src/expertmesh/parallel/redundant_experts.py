@@ -26,45 +26,27 @@ class PlacementCounts:
     """Counters of expert rebalancing.
 
     Attributes:
-        num_rebalances: number of calls of `rebalance`.
-        num_moved: experts that moved to a rank without a copy of them, summed over layers.
         before: balance of each MoE layer (mean load of a rank / largest) for the last counted loads, under the
             placement before the last rebalance.
-        after: balance for the same loads, under the current placement.
     """
 
-    num_rebalances: int
-    num_moved: int
+    num_rebalances: int  # number of calls of `rebalance`
+    num_moved: int  # experts that moved to a rank without a copy of them, summed over layers
     before: list[float]
-    after: list[float]
+    after: list[float]  # balance for the same loads, under the current placement
 
 
 class RedundantExperts:
-    """Experts of a sharded model with slots for redundant copies. Every rank must construct it.
-
-    Args:
-        model: cut by `spread_layers`, with plain parameters (`as_plain`).
-        degrees: parallel degrees of the model.
-        everyone: group of all ranks.
-        nodes: node of each rank.
-        num_redundant: slots per layer beyond one for each expert.
-
-    Raises:
-        ConfigError: the model has no experts over ranks, or the slots do not divide evenly over the parts, or there are
-            too many slots.
-
-    Attributes:
-        counts: counters of rebalancing.
-    """
+    """Experts of a sharded model with slots for redundant copies. Every rank must construct it."""
 
     def __init__(
         self,
-        model: nn.Module,
-        degrees: ServingDegrees,
-        everyone: RankGroup,
+        model: nn.Module,  # cut by `spread_layers`, with plain parameters (`as_plain`)
+        degrees: ServingDegrees,  # parallel degrees of the model
+        everyone: RankGroup,  # group of all ranks
         *,
-        nodes: Sequence[int],
-        num_redundant: int,
+        nodes: Sequence[int],  # node of each rank
+        num_redundant: int,  # slots per layer beyond one for each expert
     ) -> None:
         self._degrees, self._everyone = degrees, everyone
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -91,7 +73,8 @@ class RedundantExperts:
                 raise ConfigError(
                     "num_redundant_experts",
                     num_redundant,
-                    f"the {layer.num_experts} experts and their copies must fill equal slots of {parts} parts, each part one copy at most",
+                    f"the {layer.num_experts} experts and their copies must fill equal slots of {parts} parts, each "
+                    "part one copy at most",
                     f"use {near if fits else layer.num_experts * (parts - 1)}",
                 )
         self._num_redundant = num_redundant
@@ -101,7 +84,7 @@ class RedundantExperts:
         for number, (layer, loads) in enumerate(zip(self._layers, even, strict=True)):
             self._put(number, layer, self._wanted(layer, loads))
         ones = [1.0] * len(self._layers)
-        self.counts = PlacementCounts(0, 0, ones, list(ones))
+        self.counts = PlacementCounts(0, 0, ones, list(ones))  # counters of rebalancing
 
     @property
     def placements(self) -> list[Placement]:
@@ -109,14 +92,7 @@ class RedundantExperts:
         return list(self._placements)
 
     def rebalance(self, loads: Sequence[Sequence[int]]) -> None:
-        """Move experts to the placement for new loads; every rank must call, with the same loads.
-
-        Args:
-            loads: tokens per expert of each layer, counted since the last call.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Move experts to the placement for new loads; every rank must call, with the same loads."""
         counts = self.counts
         counts.num_rebalances += 1
         for number, (layer, own) in enumerate(zip(self._layers, loads, strict=True)):
@@ -140,15 +116,11 @@ class RedundantExperts:
     def _put(self, number: int, layer: MoELayer, new: Placement) -> int:
         """Apply a placement to a layer; returns the number of experts that moved to a part without them."""
         old = self._placements[number]
-        wants = [
-            sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)
-        ]
+        wants = [sorted(set(new.of_rank(part)) - set(old.of_rank(part))) for part in range(new.num_ranks)]
         own, _ = part_of(self._everyone.rank, self._degrees)
         for name, tensor in own_tensors(layer.experts):
             # as bytes, because collectives do not support all dtypes
-            there = (
-                tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
-            )
+            there = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
             found = self._moved(there, old, new, wants, where=f"{name}, placement")
             put_tensor(layer.experts, name, found.view(tensor.dtype))
         size = new.slots_per_rank
@@ -214,8 +186,6 @@ def _equal_nodes(nodes: list[int]) -> int:
     """Number of nodes if each holds equally many consecutive parts of the experts, else 1."""
     count = len(set(nodes))
     size = len(nodes) // count
-    if len(nodes) % count or any(
-        len(set(nodes[i * size : (i + 1) * size])) > 1 for i in range(count)
-    ):
+    if len(nodes) % count or any(len(set(nodes[i * size : (i + 1) * size])) > 1 for i in range(count)):
         return 1
     return count

@@ -13,9 +13,7 @@ class LossScaler(torch.amp.GradScaler):
     Each rank checks its own shards. If one finds an overflow, all ranks skip the step and halve the scale.
 
     Args:
-        device_type: device type of the losses.
         enabled: whether losses are scaled; if not, the scale is 1.
-        ranks: the ranks; None: this process alone.
     """
 
     def __init__(self, device_type: str, *, enabled: bool, ranks: Ranks | None = None) -> None:

@@ -76,24 +76,19 @@ def serving_degrees(
     hidden_dim: int,
     unit: int = 1,
 ) -> ServingDegrees:
-    """Parallel degrees of a model that an engine serves; `unit` divides the hidden size of every slice, see `slice_unit`.
+    """Parallel degrees of a model that an engine serves; `unit` divides the hidden size of every slice, see
+    `slice_unit`.
 
-    If one of ep_degree and es_degree is unset, it follows from the other; if both are, experts get as few slices as possible.
-
-    Raises:
-        ConfigError: an option has no effect here, or the degrees do not fit.
+    If one of ep_degree and es_degree is unset, it follows from the other; if both are, experts get as few slices as
+    possible.
     """
     for name, value in config.model_dump().items():
         if name not in _OF_ENGINES and value != ParallelConfig.model_fields[name].default:
-            raise ConfigError(
-                f"parallel.{name}", value, "is for training, not for an engine", "leave it out"
-            )
+            raise ConfigError(f"parallel.{name}", value, "is for training, not for an engine", "leave it out")
     tp = config.tp_degree
     if num_ranks % tp:
         near = max(d for d in divisors(num_ranks) if d <= tp)
-        raise ConfigError(
-            "parallel.tp_degree", tp, f"must divide the {num_ranks} ranks", f"nearest: {near}"
-        )
+        raise ConfigError("parallel.tp_degree", tp, f"must divide the {num_ranks} ranks", f"nearest: {near}")
     if not num_experts:
         for name in ("ep_degree", "es_degree"):
             if getattr(config, name):
@@ -105,9 +100,7 @@ def serving_degrees(
                 )
         return ServingDegrees(num_ranks, tp, 1, 1)
     if len(config.ep_degree) > 1:
-        raise ConfigError(
-            "parallel.ep_degree", config.ep_degree, "is one number for an engine", "give one"
-        )
+        raise ConfigError("parallel.ep_degree", config.ep_degree, "is one number for an engine", "give one")
     fits = [
         (e, f)
         for total in {num_ranks, num_ranks // tp}
@@ -125,8 +118,10 @@ def serving_degrees(
         )
         choices = ", ".join(f"{e} x {f}" for e, f in sorted(fits, reverse=True))
         raise ConfigError(
-            f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of their hidden_dim "
-            f"{hidden_dim}{f' in whole groups of {unit}' if unit > 1 else ''} must make the ranks; {f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
+            f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of "
+            "their hidden_dim "
+            f"{hidden_dim}{f' in whole groups of {unit}' if unit > 1 else ''} must make the ranks; "
+            f"{f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
         )
     # first the most ranks with distinct experts, then the fewest slices
     e, f = max(wanted, key=lambda one: (one[0] * one[1], one[0]))
@@ -139,16 +134,13 @@ def slice_unit(model: nn.Module) -> int:
     return math.lcm(*(FORMATS[one.format].unit(one) for one in slices))
 
 
-ONE_PROCESS = "parallel: says how ranks share a model, and this is one process; start several with torchrun, or leave it out"
+ONE_PROCESS = (
+    "parallel: says how ranks share a model, and this is one process; start several with torchrun, or leave it out"
+)
 
 
 def world_of(config: ParallelConfig, *, device_type: str) -> World:
-    """World of torch's default process group; the group is initialized if torchrun started this process.
-
-    Raises:
-        ConfigError: torchrun did not start this process, and there is no group.
-        CollectiveError: the ranks could not connect.
-    """
+    """World of torch's default process group; the group is initialized if torchrun started this process."""
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             raise ConfigError(ONE_PROCESS)
@@ -180,11 +172,9 @@ def spread_layers(
 ) -> None:
     """Shard the parameters of a model as DTensors, and give its layers their collectives. Every rank must call.
 
-    The model has the same parameters on all ranks, or is on the meta device; call `as_plain` once it has its weights. The
-    caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a tensor group.
-
-    Raises:
-        ConfigError: experts are not stacked tensors, or the model has adapters.
+    The model has the same parameters on all ranks, or is on the meta device; call `as_plain` once it has its weights.
+    The caller updates `sizes` before each forward. Modules of `dense` are cut, by the axis of each parameter, over a
+    tensor group.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     for layer in layers.values():
@@ -226,9 +216,7 @@ def part_of(position: int, degrees: ServingDegrees) -> tuple[int, int]:
     return divmod(position // degrees.tp if degrees.is_split else position, degrees.f)
 
 
-def _cut_module(
-    module: nn.Module, mesh: DeviceMesh, row: RankGroup, cut: Mapping[str, int], *, where: str
-) -> None:
+def _cut_module(module: nn.Module, mesh: DeviceMesh, row: RankGroup, cut: Mapping[str, int], *, where: str) -> None:
     """Cut a module over a tensor group; its output is summed over the ranks."""
     for name, _ in list(module.named_parameters()):
         distribute(module, name, mesh, cut.get(name))
@@ -295,9 +283,7 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def bring_rows_home(
-    module: nn.Module, groups: ServingGroups, sizes: StepSizes
-) -> torch.utils.hooks.RemovableHandle:
+def bring_rows_home(module: nn.Module, groups: ServingGroups, sizes: StepSizes) -> torch.utils.hooks.RemovableHandle:
     """Add a hook that gathers the rows of all tensor groups on rank 0 before a module runs; other ranks continue with
     no rows.
 
@@ -314,9 +300,7 @@ def bring_rows_home(
     return module.register_forward_pre_hook(gathered)
 
 
-def gather_home(
-    x_RD: Tensor, groups: ServingGroups, counts: list[int], *, where: str
-) -> Tensor | None:
+def gather_home(x_RD: Tensor, groups: ServingGroups, counts: list[int], *, where: str) -> Tensor | None:
     """Concatenate the rows of all tensor groups on rank 0; None elsewhere. The first rank of each group must call.
 
     `counts` are the numbers of rows of all groups.

@@ -14,17 +14,11 @@ from expertmesh.parallel.matrices import own_part
 
 @dataclass(frozen=True)
 class Place:
-    """Offsets and sizes of a shard in a whole tensor.
+    """Offsets and sizes of a shard in a whole tensor."""
 
-    Attributes:
-        shape: shape of the whole tensor.
-        offsets: first index of the shard along each axis.
-        sizes: shape of the shard.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offsets: tuple[int, ...]  # first index of the shard along each axis
+    sizes: tuple[int, ...]  # shape of the shard
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -48,7 +42,6 @@ def laid_out_as(parameter: Tensor, part: Tensor, *, last: int) -> Tensor:
     """A rank's shard as a tensor with the DTensor layout of a parameter.
 
     Args:
-        parameter: a plain tensor or a DTensor.
         part: shard of the same sizes as the parameter's, except along the last axis.
         last: length of the whole last axis.
 
@@ -76,7 +69,6 @@ def maxima_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor]) ->
 
     Args:
         parameters: plain tensors, whose values are returned as they are, or DTensors.
-        values: one scalar per parameter.
     """
     found = list(values)
     for mesh in {p.device_mesh: None for p in parameters if isinstance(p, DTensor)}:

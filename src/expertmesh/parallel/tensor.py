@@ -36,28 +36,18 @@ TensorPlan = Mapping[str, ParallelStyle]
 
 
 def tensor_group(world: World, tp_degree: int) -> RankGroup:
-    """Tensor-parallel group of this rank: neighbouring ranks that share sequences; every rank must call.
-
-    Raises:
-        ConfigError: tp_degree does not divide the ranks.
-    """
+    """Tensor-parallel group of this rank: neighbouring ranks that share sequences; every rank must call."""
     if world.size % tp_degree:
-        raise ConfigError(
-            "tp_degree", tp_degree, f"must divide the {world.size} ranks", "choose a divisor"
-        )
+        raise ConfigError("tp_degree", tp_degree, f"must divide the {world.size} ranks", "choose a divisor")
     cells = [range(first, first + tp_degree) for first in range(0, world.size, tp_degree)]
     return world.group(cells, name="the ranks that share sequences")
 
 
 @dataclass(frozen=True)
 class SharedSequences:
-    """Interface of a model to the tensor-parallel ranks that share its sequences.
+    """Interface of a model to the tensor-parallel ranks that share its sequences."""
 
-    Attributes:
-        group: the ranks that share sequences.
-    """
-
-    group: RankGroup
+    group: RankGroup  # the ranks that share sequences
 
     @property
     def size(self) -> int:
@@ -74,11 +64,7 @@ class SharedSequences:
         return all_gather(x_T, self.group, where="routing groups over ranks").flatten(0, 1)
 
     def own_part(self, x: Tensor, *, dim: int) -> Tensor:
-        """View of the positions of this rank along an axis that covers all ranks.
-
-        Raises:
-            ConfigError: the number of ranks does not divide its length.
-        """
+        """View of the positions of this rank along an axis that covers all ranks."""
         length, n = x.shape[dim], self.size
         if length % n:
             raise ConfigError(
@@ -89,8 +75,7 @@ class SharedSequences:
 
     def gather(self, parameter: Tensor) -> Tensor:
         """All-gather a parameter that is cut over the ranks (`ShardedStorage`) as a plain tensor; its gradient is
-        reduce-scattered.
-        """
+        reduce-scattered."""
         assert isinstance(parameter, DTensor), "only a parameter with a style is cut"
         placement = parameter.placements[0]
         part = _local_view(parameter)
@@ -138,9 +123,7 @@ class Whole(ParallelStyle):
         apart: nested parameters that differ from rank to rank.
     """
 
-    def __init__(
-        self, *, recurse: bool = True, apart: AbstractSet[nn.Parameter] = frozenset()
-    ) -> None:
+    def __init__(self, *, recurse: bool = True, apart: AbstractSet[nn.Parameter] = frozenset()) -> None:
         self.recurse, self.apart = recurse, apart
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -155,21 +138,18 @@ class Sliced(ParallelStyle):
     The first argument is all-gathered along the tokens' axis, and the output is reduce-scattered along it.
 
     Args:
-        group: the tensor-parallel ranks.
         cut: axis along which each parameter is cut, by name within the module; the others are whole on every rank.
         once: parameters that are added to the output, and therefore used on rank 0 only.
-        dim: axis of the tokens.
-        where: layer and purpose, for errors and the byte counter.
     """
 
     def __init__(
         self,
-        group: RankGroup,
+        group: RankGroup,  # the tensor-parallel ranks
         cut: Mapping[str, int],
         *,
         once: frozenset[str] = frozenset(),
-        dim: int = 0,
-        where: str,
+        dim: int = 0,  # axis of the tokens
+        where: str,  # layer and purpose, for errors and the byte counter
     ) -> None:
         self.group, self.cut, self.once, self.dim, self.where = group, cut, once, dim, where
 
@@ -212,16 +192,8 @@ def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:
 def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: TensorPlan) -> None:
     """Give every module of a model its style from the plan, or `Whole`. Experts must be sharded before.
 
-    The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
-
-    Args:
-        model: the model, with the same parameters on all ranks.
-        mesh: one-dimensional mesh of the ranks that share sequences.
-        group: the same ranks.
-        plan: see `TensorPlan`.
-
-    Raises:
-        ConfigError: a name fits no module, or a parameter cannot be cut evenly.
+    The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden
+    size.
     """
     check_plan(model, plan, num_ranks=group.size)
     modules = dict(model.named_modules())
@@ -247,16 +219,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
 
 
 def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
-    """Check, before a model is changed, that it fits a tensor plan; torch's own styles are not checked.
-
-    Args:
-        model: the model without styles.
-        plan: see `TensorPlan`.
-        num_ranks: number of ranks that share sequences.
-
-    Raises:
-        ConfigError: a name matches no module, two modules share a parameter, or a parameter cannot be cut evenly.
-    """
+    """Check, before a model is changed, that it fits a tensor plan; torch's own styles are not checked."""
     _refuse_shared(model)
     modules, cuts = dict(model.named_modules()), dict[str, Mapping[str, int]]()
     for pattern, style in plan.items():
@@ -270,11 +233,7 @@ def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
     for name, module in modules.items():
         if isinstance(module, MoELayer):
             mlps = [(f"{name}.{own}", own) for own in ("shared_experts", "residual_mlp")]
-            cuts |= {
-                path: MLP_CUT
-                for path, own in mlps
-                if getattr(module, own) is not None and path not in cuts
-            }
+            cuts |= {path: MLP_CUT for path, own in mlps if getattr(module, own) is not None and path not in cuts}
     for name, cut in cuts.items():
         parameters = dict(model.get_submodule(name.removeprefix(".")).named_parameters())
         for own, axis in cut.items():
@@ -304,31 +263,24 @@ def _refuse_shared(model: nn.Module) -> None:
         other = names.setdefault(parameter, name)
         if other != name:
             raise ConfigError(
-                f"tensor parallelism: {other} and {name} are one parameter; let one module have it, and the other read it there"
+                f"tensor parallelism: {other} and {name} are one parameter; let one module have it, and the other "
+                "read it there"
             )
 
 
 class _LocalParameters:
-    """Turns parameters of a module and its nested modules into DTensors, and shows plain local tensors while it runs.
-
-    Args:
-        module: module whose forward reads the parameters.
-        mesh: mesh of the tensor-parallel group.
-        cut: sharded axis by parameter name.
-        once: names of parameters that are multiplied by zero on this rank.
-        recurse: whether parameters of nested modules are included.
-        apart: parameters that are left unchanged.
-    """
+    """Turns parameters of a module and its nested modules into DTensors, and shows plain local tensors while it
+    runs."""
 
     def __init__(
         self,
-        module: nn.Module,
-        mesh: DeviceMesh,
+        module: nn.Module,  # module whose forward reads the parameters
+        mesh: DeviceMesh,  # mesh of the tensor-parallel group
         *,
-        cut: Mapping[str, int] = MappingProxyType({}),
-        once: frozenset[str] = frozenset(),
-        recurse: bool = True,
-        apart: AbstractSet[nn.Parameter] = frozenset(),
+        cut: Mapping[str, int] = MappingProxyType({}),  # sharded axis by parameter name
+        once: frozenset[str] = frozenset(),  # names of parameters that are multiplied by zero on this rank
+        recurse: bool = True,  # whether parameters of nested modules are included
+        apart: AbstractSet[nn.Parameter] = frozenset(),  # parameters that are left unchanged
     ) -> None:
         self._owners: list[tuple[nn.Module, str, bool]] = []
         self._hidden: list[list[nn.Parameter | None]] = []
@@ -363,9 +315,7 @@ def _local_view(parameter: Tensor | None) -> Tensor:
     return parameter.to_local(grad_placements=grads)
 
 
-def distribute(
-    module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None
-) -> tuple[nn.Module, str]:
+def distribute(module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None) -> tuple[nn.Module, str]:
     """Replace a parameter by a DTensor; returns the module that holds it, and its name there."""
     prefix, _, name = path.rpartition(".")
     owner = module.get_submodule(prefix)

@@ -17,36 +17,19 @@ MOST_IMBALANCE = 2**20
 
 
 def whole(name: str, value: Any, *, most: int, fix: str) -> int:
-    """A whole number from 1 to `most` as an int; NumPy's are taken, too.
-
-    Raises:
-        ConfigError: the value is no whole number, or out of range.
-    """
+    """A whole number from 1 to `most` as an int; NumPy's are taken, too."""
     Number(1, most, fix, types=WHOLE).check(name, value)
     return int(value)
 
 
 def number(name: str, value: Any, *, most: int, fix: str, least: float = 1) -> float:
-    """A finite number from `least` to `most` as a float; NumPy's are taken, too.
-
-    Raises:
-        ConfigError: the value is no number, or out of range.
-    """
+    """A finite number from `least` to `most` as a float; NumPy's are taken, too."""
     Number(least, most, fix).check(name, value)
     return float(value)
 
 
 def path_text(name: str, value: object, what: str) -> str:
-    """Text of a name or path.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        what: what it may be, for the message.
-
-    Raises:
-        ConfigError: the value is neither text nor a path, or text that is no path.
-    """
+    """Text of a name or path. `what`: what it may be, for the message."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(name, quoted(value), f"must be {what}", "give one")
     text = os.fspath(value)
@@ -56,11 +39,7 @@ def path_text(name: str, value: object, what: str) -> str:
 
 
 def cluster_of(cluster: object) -> Cluster:
-    """A cluster from the argument of this name.
-
-    Raises:
-        ConfigError: it is no cluster, name or path; or see `find_cluster`.
-    """
+    """A cluster from the argument of this name."""
     if isinstance(cluster, Cluster):
         return cluster
     return find_cluster(path_text("cluster", cluster, "a name like h100x64, a file or a Cluster"))

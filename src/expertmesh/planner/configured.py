@@ -9,12 +9,7 @@ from expertmesh.planner.search import Candidate, Problem
 
 
 def configured_layout(config: GPTRunConfig, num_ranks: int) -> RankLayout | None:
-    """Layout of a run on `num_ranks`; None: its degrees or its batch do not fit them.
-
-    Args:
-        config: configuration of the run.
-        num_ranks: number of ranks of the world.
-    """
+    """Layout of a run on `num_ranks`; None: its degrees or its batch do not fit them."""
     found = layout_of(
         config,
         num_ranks,
@@ -29,12 +24,7 @@ def configured_layout(config: GPTRunConfig, num_ranks: int) -> RankLayout | None
 
 
 def as_configured(config: GPTRunConfig, problem: Problem) -> Candidate | None:
-    """The configured layout of a run with its costs; None: it cannot run on the cluster's devices.
-
-    Args:
-        config: configuration of the run.
-        problem: problem with the cluster; the run's batch and sequence length replace its own.
-    """
+    """The configured layout of a run with its costs; None: it cannot run on the cluster's devices."""
     layout = configured_layout(config, problem.cluster.num_gpus)
     if layout is None:
         return None

@@ -9,10 +9,8 @@ from expertmesh.costs.sizes import ModelSizes, spec_of_layers
 def dense_twin(sizes: ModelSizes) -> ModelSizes | None:
     """Sizes of a dense model with the same attention and sqrt(all x active) parameters; None: the model has no experts.
 
-    The geometric mean is what people go by (Mistral's authors, 2024); DeepSeek-V3 of 671 and 37 billion is then beside 158.
-
-    Args:
-        sizes: sizes of the mixture.
+    The geometric mean is what people go by (Mistral's authors, 2024); DeepSeek-V3 of 671 and 37 billion is then beside
+    158.
 
     Example:
         >>> from expertmesh.planner.published import published_models

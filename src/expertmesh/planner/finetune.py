@@ -1,4 +1,5 @@
-"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on frozen weights."""
+"""The model to plan, fine-tuned: as `expertmesh train FOLDER` does it, all of its weights or adapters on frozen
+weights."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,19 +24,13 @@ TOKENS = 1e7
 """Default tokens of a fine-tuning."""
 
 
-def finetuned(
-    model: PlannedModel, kind: Kind, given: Mapping[str, Any], *, seq_len: int | None = None
-) -> PlannedModel:
+def finetuned(model: PlannedModel, kind: Kind, given: Mapping[str, Any], *, seq_len: int | None = None) -> PlannedModel:
     """The model with the configuration of its fine-tuning, and the words that start it.
 
     Args:
         model: the model; one that our GPT can run.
         kind: "full", or "lora": low-rank adapters while the weights rest.
-        given: options of adapters by their names in `OF_ADAPTERS`.
         seq_len: tokens of a sequence; None: what the model takes, at most 2,048, as in training.
-
-    Raises:
-        ConfigError: our GPT cannot run the model, or an option breaks a rule of training.
     """
     if not isinstance(model.sizes, GPTSizes) or model.has_lengths:
         raise ConfigError(
@@ -66,9 +61,7 @@ def finetuned(
     if not model.folder:
         guesses.append(f"weights in the folder {folder}")
     found = of_config(model.name, config, words=" ".join(words))
-    return replace(
-        found, train_tokens=TOKENS, guesses=tuple(guesses), unread=model.unread, folder=folder
-    )
+    return replace(found, train_tokens=TOKENS, guesses=tuple(guesses), unread=model.unread, folder=folder)
 
 
 def _text(value: object) -> str:

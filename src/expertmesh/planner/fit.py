@@ -10,10 +10,12 @@ from expertmesh.costs.step_time import BOUNDS, USUAL, Efficiency, RawStep, step_
 from expertmesh.planner.published import PublishedMeasurement, published_points
 
 MOST, BEYOND = 0.7, 0.1
-"""Log error of a row up to which it counts fully (a factor of 2), and share of the excess that counts: outliers weigh less."""
+"""Log error of a row up to which it counts fully (a factor of 2), and share of the excess that counts: outliers weigh
+less."""
 PRIOR = 0.02
-"""Weight of the squared distance from `USUAL` over the width of the bounds, because rows do not determine all constants; of 0.02, 0.05, 0.1
-and 0.2 the one that leaves rows of left-out sources closest (17.6, 18.3, 18.7 and 18.5 %)."""
+"""Weight of the squared distance from `USUAL` over the width of the bounds, because rows do not determine all
+constants; of 0.02, 0.05, 0.1 and 0.2 the one that leaves rows of left-out sources closest (17.6, 18.3, 18.7 and 18.5
+%)."""
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
 OWN_WEIGHT = 5
 """Weight of a user's own row in the fit."""
@@ -35,17 +37,10 @@ def fit_with(own: Sequence[PublishedMeasurement]) -> Efficiency:
     return fit([*published, *(list(own) * OWN_WEIGHT)])
 
 
-def fit_rows(
-    rows: Sequence[Row], *, usual: Efficiency = USUAL, bounds: Bounds = BOUNDS
-) -> Efficiency:
+def fit_rows(rows: Sequence[Row], *, usual: Efficiency = USUAL, bounds: Bounds = BOUNDS) -> Efficiency:
     """The constants with the least mean error (absolute logarithm), within their bounds.
 
     A pattern search over single constants and pairs: deterministic, about a second for 30 rows.
-
-    Args:
-        rows: see `Row`.
-        usual: constants from which the fit starts, and to which it is drawn.
-        bounds: bounds of the constants to fit; others stay as they are.
     """
     best, cost, step = usual, _cost(rows, usual, usual, bounds), _FIRST_STEP
     moves = partial(_moves, bounds)

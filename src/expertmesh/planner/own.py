@@ -22,15 +22,11 @@ from expertmesh.planner.published import (
 
 
 def own_points(path: str) -> tuple[PublishedMeasurement, ...]:
-    """A user's measurements from a TOML file with sections `points.NAME`, which have the fields of published.toml's rows.
+    """A user's measurements from a TOML file with sections `points.NAME`, which have the fields of published.toml's
+    rows.
 
-    `model` may also be a recipe, a run or a config.json, and `cluster` a file; `settings` may be left out. All rows enter the fit.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row lacks a field or has a wrong one.
+    `model` may also be a recipe, a run or a config.json, and `cluster` a file; `settings` may be left out. All rows
+    enter the fit.
 
     Example:
         A file with one row::
@@ -63,9 +59,7 @@ _NEEDED = ("model", "cluster", "measured", "mbs", "gbs")
 def _own_point(where: str, name: str, row: Mapping[str, Any]) -> PublishedMeasurement:
     for field in _NEEDED:
         if field not in row:
-            raise ConfigError(
-                f"{where}: points.{name} has no {field}; a row needs {', '.join(_NEEDED)}"
-            )
+            raise ConfigError(f"{where}: points.{name} has no {field}; a row needs {', '.join(_NEEDED)}")
     own = {*_NEEDED, "source", "settings", "unit", "guess", "cause", "seq", "num_experts"}
     allowed = {*own, *RENAMED, *(OF_LAYOUT - set(RENAMED.values())), *OF_WORK}
     for field, value in row.items():
@@ -74,9 +68,7 @@ def _own_point(where: str, name: str, row: Mapping[str, Any]) -> PublishedMeasur
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
             raise ConfigError(f"{where}: points.{name} has {field}, which no row has; {hint}")
         if rule := _broken_rule(field, value):
-            raise ConfigError(
-                f"{where}: points.{name}, {field} {shown(value)}: must be {rule}; correct it"
-            )
+            raise ConfigError(f"{where}: points.{name}, {field} {shown(value)}: must be {rule}; correct it")
     usual = {"source": "own", "settings": "automodel", "fit": True}
     try:
         sizes = None if row["model"] in published_models() else planned_model(row["model"]).sizes

@@ -97,8 +97,8 @@ def plan(
         max_context: tokens of a sequence; None: the recipe's.
         tokens: tokens of the whole training, for days and price; None: the recipe's.
         imbalance: rows of the fullest rank over the mean; None: 1.15, as of natural routing.
-        states: states kept of each parameter, see `costs.rank_layout.States`; None: a configuration's `optim.state_dtype`,
-            "ours" for another model.
+        states: states kept of each parameter, see `costs.rank_layout.States`; None: a configuration's
+            `optim.state_dtype`, "ours" for another model.
         pp: pipeline stages, to reproduce published runs; this project has none.
         vpp: virtual stages of each pipeline stage.
         tp: ranks that share sequences and dense matrices; None: searched, as are the next three.
@@ -134,9 +134,7 @@ def plan(
     if tokens is not None:
         fix = "give the tokens of the training"
         tokens = number("tokens", tokens, most=MOST_TOKENS, fix=fix)
-    problem, guesses = _problem(
-        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp, tp
-    )
+    problem, guesses = _problem(found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp, tp)
     problem = _chosen(problem, tp, ep, zero, micro_batch)
     if precision is not None:
         check_choice("precision", precision, _PRECISIONS)
@@ -157,9 +155,7 @@ def plan(
     return Plan(found, problem, goal, tuple(candidates), guesses)
 
 
-def _asked(
-    model: PlannedModel, finetune: object, adapters: Mapping[str, Any], max_context: object
-) -> PlannedModel:
+def _asked(model: PlannedModel, finetune: object, adapters: Mapping[str, Any], max_context: object) -> PlannedModel:
     """The model as trained from the beginning, or fine-tuned."""
     given = {name: value for name, value in adapters.items() if value is not None}
     if finetune is None:
@@ -182,21 +178,16 @@ def _chosen(problem: Problem, tp: object, ep: object, zero: object, micro_batch:
     most = {"tp": ranks, "ep": ranks, "zero": 3, "micro_batch": MOST_AT_ONCE}
     fix = "leave it out to have it searched, or choose another"
     found = {
-        name: None if value is None else whole(name, value, most=most[name], fix=fix)
-        for name, value in given.items()
+        name: None if value is None else whole(name, value, most=most[name], fix=fix) for name, value in given.items()
     }
     for name in ("tp", "ep"):
         degree = found[name]
         if degree is not None and ranks % degree:
             stages = "" if problem.pp_degree == 1 else " of a pipeline stage"
-            raise ConfigError(
-                name, degree, f"must divide the {ranks} devices{stages}", "choose a divisor"
-            )
+            raise ConfigError(name, degree, f"must divide the {ranks} devices{stages}", "choose a divisor")
     if found["tp"] is not None and not can_cut(problem, found["tp"]):
         rule = "must divide heads, dense layers and the sequence, and keep within a node"
-        raise ConfigError(
-            "tp", found["tp"], rule, f"choose a divisor of {problem.sizes.tensor_divisor}"
-        )
+        raise ConfigError("tp", found["tp"], rule, f"choose a divisor of {problem.sizes.tensor_divisor}")
     return replace(
         problem,
         chosen=ChosenDegrees(found["tp"], found["ep"], found["micro_batch"], found["zero"]),
@@ -248,16 +239,10 @@ def _problem(
         ranks, divisor = cluster.num_gpus // pp, model.sizes.tensor_divisor
         degrees = [n for n in TENSOR_DEGREES if divisor % n == 0 and n <= cluster.node_size]
         degrees = degrees if tp is None else [tp]
-        batch = (
-            given
-            if model.config is not None and _splits(given, ranks, degrees)
-            else -(-given // ranks) * ranks
-        )
+        batch = given if model.config is not None and _splits(given, ranks, degrees) else -(-given // ranks) * ranks
         if batch != given:
             guesses = [g for g in guesses if "tokens per step" not in g]
-            said = (
-                f"{batch * seq_len:,} tokens per step, {batch // ranks:,} sequences for each device"
-            )
+            said = f"{batch * seq_len:,} tokens per step, {batch // ranks:,} sequences for each device"
             guesses.append(said if pp == 1 else f"{said} of a pipeline stage")
     is_cpu = cluster.device.bf16_tflops < 10
     precision = _precision(model, is_cpu)
@@ -268,9 +253,7 @@ def _problem(
     optim = OptimConfig() if model.config is None else model.config.optim
     work = workload_of(optim, seq_len, precision, on_gpu=not is_cpu)
     work = replace(work, states=states or work.states, imbalance=imbalance or IMBALANCE)
-    guesses.append(
-        "the network reaches its nominal bandwidth but for the fitted share (bench comm measures it)"
-    )
+    guesses.append("the network reaches its nominal bandwidth but for the fitted share (bench comm measures it)")
     if cluster.host.memory_gib:
         guesses.append(
             f"{cluster.host.memory_gib:g} GiB of host memory per device, and {cluster.host.gb_per_s:g} GB/s to it"
@@ -298,9 +281,7 @@ def _splits(batch: int, ranks: int, degrees: Sequence[int]) -> bool:
 def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
     given = "auto" if model.config is None else model.config.train.dtype
     if given == "float64":
-        raise ConfigError(
-            "train.dtype", given, "is for tests on CPUs", "plan float32, bfloat16 or float16"
-        )
+        raise ConfigError("train.dtype", given, "is for tests on CPUs", "plan float32, bfloat16 or float16")
     if given == "auto":
         return "float32" if is_cpu else "bfloat16"
     return given
@@ -315,9 +296,7 @@ def _stages(pp: object, vpp: object, cluster: Cluster, layers: int) -> tuple[int
     fix = f"leave it out for no pipeline, or share out the {layers} layers"
     stages = whole("pp", pp, most=layers, fix=fix)
     if cluster.num_gpus % stages:
-        raise ConfigError(
-            "pp", stages, f"must divide the {cluster.num_gpus} devices", "choose a divisor"
-        )
+        raise ConfigError("pp", stages, f"must divide the {cluster.num_gpus} devices", "choose a divisor")
     virtual = whole("vpp", vpp, most=layers, fix=fix)
     if virtual > 1 and stages == 1:
         raise ConfigError(
@@ -356,9 +335,7 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
     has = cluster.device.memory_gib
     needs = plain.memory.device_bytes / GIB
     said = f"{head}: fits nowhere: at least {needs:.1f} GiB of a device's {has:.1f} GiB are needed"
-    for off in sorted(
-        (c for c in smallest if c.layout.offload), key=lambda c: c.memory.device_bytes
-    )[:1]:
+    for off in sorted((c for c in smallest if c.layout.offload), key=lambda c: c.memory.device_bytes)[:1]:
         device, host = off.memory.device_bytes / GIB, off.memory.host_bytes / GIB
         said += f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
     stage = cluster.num_gpus // problem.pp_degree
@@ -388,9 +365,7 @@ def _remedy(problem: Problem) -> str:
     found = []
     for times in powers_of_two(_MOST_TIMES_MORE)[1:]:
         number = problem.cluster.num_gpus * times
-        if number > 2**20 or (
-            number > problem.cluster.ranks_per_node and number % problem.cluster.ranks_per_node
-        ):
+        if number > 2**20 or (number > problem.cluster.ranks_per_node and number % problem.cluster.ranks_per_node):
             break
         cluster = problem.cluster.model_copy(update={"num_gpus": number})
         more = replace(problem, cluster=cluster, batch=problem.batch * times)

@@ -11,9 +11,6 @@ from expertmesh.planner.table import layout_text, time_parts
 def as_json(plan: SearchResult) -> dict[str, Any]:
     """Values of a plan of training.
 
-    Args:
-        plan: the plan.
-
     Returns:
         Names with units: `_bytes`, `_s`, `_usd`; `best`, `safer` and `front` are layouts with their costs.
 

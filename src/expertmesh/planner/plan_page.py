@@ -17,19 +17,7 @@ BARS = 4
 
 
 def write_page(plan: SearchResult, path: str | Path) -> Path:
-    """Write a page about a plan.
-
-    Args:
-        plan: the plan.
-        path: path of the file.
-
-    Returns:
-        Path of the written file.
-
-    Raises:
-        ConfigError: the path cannot be a file.
-        OSError: the file cannot be written.
-    """
+    """Write a page about a plan."""
     target = output_file("page", path)
     write_whole(target, _filled(plan))
     return target
@@ -59,7 +47,10 @@ def _filled(plan: SearchResult) -> str:
 
 
 def _text(text: str) -> str:
-    return f'<div class="text scroll" style="line-height:1.45;white-space:pre;overflow-wrap:normal">{html.escape(text)}</div>'
+    return (
+        '<div class="text scroll" '
+        f'style="line-height:1.45;white-space:pre;overflow-wrap:normal">{html.escape(text)}</div>'
+    )
 
 
 def _figure(picture: str, title: str, note: str = "") -> str:
@@ -107,9 +98,7 @@ def _front(plan: SearchResult) -> str:
 def _parts(plan: SearchResult) -> str:
     shown = plan.front[:BARS]
     time = [(layout_text(c), [(n, 1e3 * v) for n, v in time_parts(c.seconds)]) for c in shown]
-    memory = [
-        (layout_text(c), [(words, size / GIB) for words, size in c.memory.parts]) for c in shown
-    ]
+    memory = [(layout_text(c), [(words, size / GIB) for words, size in c.memory.parts]) for c in shown]
     return _grid(
         _figure(bars(time, unit="ms", label="Time of a step by part"), "Time of a step"),
         _figure(bars(memory, unit="GiB", label="Memory of a device by part"), "Memory of a device"),
@@ -143,10 +132,14 @@ def _scaling(found: Sequence[Scaled]) -> str:
     never = [c.what for c in crossed if c.num_gpus is None]
     note = f" Nowhere here: {'; '.join(never)}." if never else ""
     rows = "".join(
-        f'<tr><td class="number">{s.num_gpus:,}</td><td class="number">{s.tokens_per_s:,.0f}</td><td>{html.escape("nothing fits" if s.best is None else layout_text(s.best))}</td></tr>'
+        f'<tr><td class="number">{s.num_gpus:,}</td><td '
+        f'class="number">{s.tokens_per_s:,.0f}</td><td>{html.escape("nothing fits" if s.best is None else layout_text(s.best))}</td></tr>'  # noqa: E501
         for s in found
     )
-    table = f'<div class="scroll"><table><tr><th class="number">devices</th><th class="number">tokens/s each</th><th>best layout</th></tr>{rows}</table></div>'
+    table = (
+        '<div class="scroll"><table><tr><th class="number">devices</th><th class="number">tokens/s '
+        f"each</th><th>best layout</th></tr>{rows}</table></div>"
+    )
     return (
         _figure(
             picture,

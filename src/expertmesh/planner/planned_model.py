@@ -40,35 +40,20 @@ _OF_RUN = ("recipe", "family", "model")
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model with the sequences and tokens of its training.
+    """A model with the sequences and tokens of its training."""
 
-    Attributes:
-        name: name for display, and in the printed command.
-        sizes: sizes of the model.
-        seq_len: tokens of a sequence, S.
-        batch_tokens: tokens of one step.
-        train_tokens: tokens of the whole training.
-        config: configuration of a run of this project; None: the model cannot be trained here.
-        guesses: guessed inputs of its training, in words.
-        words: words after `expertmesh train` that give this configuration; "": it is of no recipe and no file.
-        files: formats of the weights in its files; None: not said.
-        folder: folder of its weights; "": unknown.
-        has_lengths: whether the lengths of its sequences are the model's, as sources and targets are.
-        unread: what its config.json says and no plan counts, and what its sizes leave out, in words.
-    """
-
-    name: str
+    name: str  # name for display, and in the printed command
     sizes: ModelSizes
-    seq_len: int
-    batch_tokens: int
-    train_tokens: float
-    config: RunConfig | None = None
-    guesses: tuple[str, ...] = ()
-    words: str = ""
-    files: Weights | None = None
-    folder: str = ""
-    has_lengths: bool = False
-    unread: tuple[str, ...] = ()
+    seq_len: int  # tokens of a sequence, S
+    batch_tokens: int  # tokens of one step
+    train_tokens: float  # tokens of the whole training
+    config: RunConfig | None = None  # configuration of a run of this project; None: the model cannot be trained here
+    guesses: tuple[str, ...] = ()  # guessed inputs of its training, in words
+    words: str = ""  # words after `expertmesh train` that give this configuration; "": it is of no recipe and no file
+    files: Weights | None = None  # formats of the weights in its files; None: not said
+    folder: str = ""  # folder of its weights; "": unknown
+    has_lengths: bool = False  # whether the lengths of its sequences are the model's, as sources and targets are
+    unread: tuple[str, ...] = ()  # what its config.json says and no plan counts, and what its sizes leave out, in words
 
 
 def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
@@ -77,9 +62,6 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     Args:
         target: a recipe's name, a run's folder, a config.json of the hub or its folder, a name of
             planner/published.toml, or a configuration.
-
-    Raises:
-        ConfigError: the target is none of these, or a model that is no decoder.
     """
     if isinstance(target, GPTRunConfig):
         return of_config("configuration", target)
@@ -99,26 +81,14 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     known = [*RECIPES, *published_models()]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {some_of(known)}"
-    raise ConfigError(
-        f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
-    )
+    raise ConfigError(f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}")
 
 
 def changed_recipe(name: str, changes: Mapping[str, Any]) -> GPTRunConfig:
-    """A recipe with other values.
-
-    Args:
-        name: name of a recipe of a decoder.
-        changes: values by dotted name.
-
-    Raises:
-        ConfigError: there is no such recipe or option, or a value breaks a rule.
-    """
+    """A recipe with other values."""
     config = recipe(name, changes)
     if not isinstance(config, GPTRunConfig):
-        raise ConfigError(
-            f"plan {name}: no option of an encoder-decoder can be set here; leave {named('set')} out"
-        )
+        raise ConfigError(f"plan {name}: no option of an encoder-decoder can be set here; leave {named('set')} out")
     return config
 
 
@@ -129,26 +99,16 @@ def _of_recipe(name: str, config: RunConfig, family: Family) -> PlannedModel:
     found = family.sizes_of(config)
     if found is None:
         known = f"plan one of {', '.join(RECIPES)}"
-        raise ConfigError(
-            f"plan {name}: is no language model, and its family has no sizes; {known}"
-        )
+        raise ConfigError(f"plan {name}: is no language model, and its family has no sizes; {known}")
     sizes, seq_len = found
     batch = config.train.batch_size * seq_len
     tokens = float(config.train.steps * batch)
     guess = f"sources and targets of {seq_len} tokens together, all as long as the model takes them"
-    return PlannedModel(
-        name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True
-    )
+    return PlannedModel(name, sizes, seq_len, batch, tokens, config, guesses=(guess,), words=name, has_lengths=True)
 
 
 def of_config(name: str, config: GPTRunConfig, *, words: str = "") -> PlannedModel:
-    """The model of a configuration, with what of it rests.
-
-    Args:
-        name: name for display.
-        config: the configuration.
-        words: words after `expertmesh train` that give it.
-    """
+    """The model of a configuration, with what of it rests."""
     seq_len = config.data.seq_len
     batch = config.train.batch_size * seq_len
     return PlannedModel(
@@ -183,9 +143,7 @@ def _of_file(name: str, file: Path) -> PlannedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {name}: {file} is no JSON ({error}); restore it") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
-        )
+        raise ConfigError(f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it")
     said = unread(values)
     is_hub = "model_type" in values or values.keys().isdisjoint(_OF_RUN)
     found = _of_hub(name, file, values) if is_hub else _of_run(name, file, values)
@@ -199,9 +157,7 @@ def _of_run(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     family = values.get("family", GPT.name)
     known = FAMILIES.get(family)
     if known is None or not issubclass(known.config, GPTRunConfig):
-        raise ConfigError(
-            f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}"
-        )
+        raise ConfigError(f"plan {name}: is of family {shown(family)}; plan a run of family {GPT.name}")
     if values.pop("quantization_config", None) is not None:
         values.pop("dtype", None)
     state, where = newest_state(file.parent)
@@ -231,5 +187,7 @@ def _of_hub(name: str, file: Path, values: dict[str, Any]) -> PlannedModel:
     except ConfigError as error:
         found = _of_sizes(name, sizes_of_hub(values))
         reason = str(error).partition("; ")[0]
-        guess = f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        guess = (
+            f"parameters by the sizes in config.json alone, without biases and norms of heads and latents ({reason})"
+        )
         return replace(found, unread=(guess,))

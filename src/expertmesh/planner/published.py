@@ -25,37 +25,22 @@ OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len", "on_gpu"}
 
 @dataclass(frozen=True)
 class PublishedMeasurement:
-    """A published measurement, a row of published.toml.
+    """A published measurement, a row of published.toml."""
 
-    Attributes:
-        name: name of the row.
-        source: its publication, by the letters of published.toml.
-        model: name of the model there.
-        sizes: sizes of the model.
-        cluster: the cluster of the run.
-        layout: layout of the run.
-        work: sequences, precision and software of the run.
-        measured: the value.
-        stage: pipeline stage of the rank whose memory it is.
-        unit: its unit: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms; token_ms.
-        is_fitted: whether the constants are fitted on the row.
-        guesses: inputs that the source does not give.
-        cause: cause of a large error of the model, as far as it is known.
-    """
-
-    name: str
-    source: str
-    model: str
+    name: str  # name of the row
+    source: str  # its publication, by the letters of published.toml
+    model: str  # name of the model there
     sizes: ModelSizes
-    cluster: Cluster
-    layout: RankLayout
-    work: Workload
-    measured: float
-    stage: Stage = "most"
+    cluster: Cluster  # the cluster of the run
+    layout: RankLayout  # layout of the run
+    work: Workload  # sequences, precision and software of the run
+    measured: float  # the value
+    stage: Stage = "most"  # pipeline stage of the rank whose memory it is
+    # its unit: tokens_per_s or tflops of one GPU; live_gib or device_gib; exchange_ms or compute_ms; token_ms
     unit: str = "tokens_per_s"
-    is_fitted: bool = False
-    guesses: tuple[str, ...] = ()
-    cause: str = ""
+    is_fitted: bool = False  # whether the constants are fitted on the row
+    guesses: tuple[str, ...] = ()  # inputs that the source does not give
+    cause: str = ""  # cause of a large error of the model, as far as it is known
 
     @property
     def measured_s(self) -> float:
@@ -112,16 +97,8 @@ def published_serving() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def point_of(
-    name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None
-) -> PublishedMeasurement:
-    """A measurement from a row of TOML.
-
-    Args:
-        name: name of the row.
-        values: its fields.
-        sizes: sizes of its model; None: the row names a model of published.toml.
-    """
+def point_of(name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None) -> PublishedMeasurement:
+    """A measurement from a row of TOML. `sizes`: sizes of its model; None: the row names a model of published.toml."""
     v = {**_table()["settings"][values["settings"]], **values}
     v = {RENAMED.get(key, key): value for key, value in v.items()}
     if sizes is None:

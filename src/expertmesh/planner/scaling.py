@@ -1,4 +1,5 @@
-"""Weak scaling of a model from 8 to 4,096 devices, tokens per device constant, and the sizes at which its best layout changes."""
+"""Weak scaling of a model from 8 to 4,096 devices, tokens per device constant, and the sizes at which its best layout
+changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,15 +12,10 @@ SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Scaled:
-    """The best layout on one number of devices.
+    """The best layout on one number of devices."""
 
-    Attributes:
-        num_gpus: number of devices.
-        best: the best layout; None: none fits.
-    """
-
-    num_gpus: int
-    best: Candidate | None
+    num_gpus: int  # number of devices
+    best: Candidate | None  # the best layout; None: none fits
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,23 +25,14 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Crossover:
-    """A change of the best layout with the number of devices.
+    """A change of the best layout with the number of devices."""
 
-    Attributes:
-        what: the change, in words.
-        num_gpus: devices of the smallest cluster after the change; None: nowhere from 8 to 4,096.
-    """
-
-    what: str
-    num_gpus: int | None
+    what: str  # the change, in words
+    num_gpus: int | None  # devices of the smallest cluster after the change; None: nowhere from 8 to 4,096
 
 
 def scaling(problem: Problem) -> list[Scaled]:
-    """The best layout for throughput on each number of devices, a step's tokens growing with them.
-
-    Args:
-        problem: a problem on any number of devices; its tokens per device are kept, at least one sequence each.
-    """
+    """The best layout for throughput on each number of devices, a step's tokens growing with them."""
     each = max(problem.batch // problem.cluster.num_gpus, 1)
     found = []
     for number in SIZES:
@@ -64,22 +51,14 @@ def _resized(cluster: Cluster, number: int) -> Cluster:
 
 
 def crossovers(found: list[Scaled]) -> list[Crossover]:
-    """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time.
-
-    Args:
-        found: the result of `scaling`.
-    """
+    """Sizes at which tokens leave the node, hierarchical all-to-all wins, and ZeRO-3's gathers take time."""
     tests: dict[str, Callable[[Candidate], bool]] = {
         "tokens leave the node": _leaves,
-        "hierarchical exchange is faster than flat": lambda c: (
-            _leaves(c) and c.layout.all_to_all == "hierarchical"
-        ),
+        "hierarchical exchange is faster than flat": lambda c: _leaves(c) and c.layout.all_to_all == "hierarchical",
         "gathers of ZeRO-3 would take a tenth of a step or more": _gathers,
     }
     return [
-        Crossover(
-            what, next((s.num_gpus for s in found if s.best is not None and test(s.best)), None)
-        )
+        Crossover(what, next((s.num_gpus for s in found if s.best is not None and test(s.best)), None))
         for what, test in tests.items()
     ]
 

@@ -16,50 +16,33 @@ from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_s
 
 Goal = Literal["throughput", "memory", "latency"]
 SAFE = 0.92
-"""Share of the device's memory up to which a plan is called safe: published peaks lie within 10 % of the model's in most rows."""
+"""Share of the device's memory up to which a plan is called safe: published peaks lie within 10 % of the model's in
+most rows."""
 OVERLAPS = (1, 2, 4)
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class ChosenDegrees:
-    """Degrees of a layout that are given; None: searched.
+    """Degrees of a layout that are given; None: searched."""
 
-    Attributes:
-        tp_degree: ranks that share sequences and dense matrices.
-        route_degree: ranks that tokens travel over.
-        micro_batch: sequences of a data-parallel rank in one pass.
-        zero_stage: 1 to 3.
-    """
-
-    tp_degree: int | None = None
-    route_degree: int | None = None
-    micro_batch: int | None = None
-    zero_stage: int | None = None
+    tp_degree: int | None = None  # ranks that share sequences and dense matrices
+    route_degree: int | None = None  # ranks that tokens travel over
+    micro_batch: int | None = None  # sequences of a data-parallel rank in one pass
+    zero_stage: int | None = None  # 1 to 3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of a search.
-
-    Attributes:
-        sizes: sizes of the model.
-        cluster: the cluster.
-        work: sequences, precision and software.
-        batch: sequences of one step.
-        efficiency: efficiency of the software.
-        pp_degree: pipeline stages; always 1 in runs of this project.
-        virtual_stages: virtual stages of each pipeline stage.
-        chosen: given degrees.
-    """
+    """Inputs of a search."""
 
     sizes: ModelSizes
     cluster: Cluster
-    work: Workload
-    batch: int
-    efficiency: Efficiency
-    pp_degree: int = 1
-    virtual_stages: int = 1
+    work: Workload  # sequences, precision and software
+    batch: int  # sequences of one step
+    efficiency: Efficiency  # efficiency of the software
+    pp_degree: int = 1  # pipeline stages; always 1 in runs of this project
+    virtual_stages: int = 1  # virtual stages of each pipeline stage
     chosen: ChosenDegrees = ChosenDegrees()
 
     @property
@@ -83,12 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and time.
-
-    Attributes:
-        problem: the problem.
-        layout: the layout.
-    """
+    """A layout with its memory and time."""
 
     problem: Problem
     layout: RankLayout
@@ -108,9 +86,7 @@ class Candidate:
     def fits(self) -> bool:
         """Whether device and host have the memory."""
         memory, problem = self.memory, self.problem
-        return (
-            memory.device_bytes <= problem.device_bytes and memory.host_bytes <= problem.host_bytes
-        )
+        return memory.device_bytes <= problem.device_bytes and memory.host_bytes <= problem.host_bytes
 
     @property
     def filled(self) -> float:
@@ -152,7 +128,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def layouts(problem: Problem) -> Iterator[RankLayout]:
-    """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay open."""
+    """Layouts for each choice of degrees, ZeRO stage and checkpointing; micro-batch, offload and all-to-all stay
+    open."""
     N = problem.cluster.num_gpus // problem.pp_degree
     has_experts = any(block.num_experts for block in problem.sizes.blocks)
     chosen = problem.chosen
@@ -179,7 +156,8 @@ def layouts(problem: Problem) -> Iterator[RankLayout]:
 
 
 def can_cut(problem: Problem, tp_degree: int) -> bool:
-    """Whether a tensor-parallel degree keeps within a node, divides all that it cuts, and leaves whole routing groups."""
+    """Whether a tensor-parallel degree keeps within a node, divides all that it cuts, and leaves whole routing
+    groups."""
     sizes, seq_len = problem.sizes, problem.work.seq_len
     divides = sizes.tensor_divisor % tp_degree == 0 and seq_len % tp_degree == 0
     keeps_groups = tp_degree == 1 or seq_len // tp_degree % sizes.routing_group == 0
@@ -187,7 +165,8 @@ def can_cut(problem: Problem, tp_degree: int) -> bool:
 
 
 def _copies(problem: Problem) -> Sequence[int]:
-    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too wide."""
+    """Numbers of copies of the model: one, and as many as put each copy on one, two or eight nodes; any if one is too
+    wide."""
     N, node = problem.cluster.num_gpus // problem.pp_degree, problem.cluster.node_size
     if not can_slice(problem.sizes, N):
         return divisors(N)
@@ -201,7 +180,8 @@ def can_slice(sizes: ModelSizes, num_ranks: int) -> bool:
 
 
 def routes_over(num_ranks: int, chosen: int | None = None) -> list[int]:
-    """Numbers of ranks that tokens may travel over: a chosen one that divides all ranks, else powers of two, and all of them."""
+    """Numbers of ranks that tokens may travel over: a chosen one that divides all ranks, else powers of two, and all of
+    them."""
     if chosen is not None:
         return [] if num_ranks % chosen else [chosen]
     return [r for r in divisors(num_ranks) if r == num_ranks or r & (r - 1) == 0]
@@ -218,13 +198,10 @@ def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
 
 
 def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
-    """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all stays open.
+    """Candidates that fit: for each layout the largest micro-batch, with offload only if none fits without; all-to-all
+    stays open.
 
     Where that fills more than `SAFE` of the memory, the largest that does not is a candidate, too.
-
-    Args:
-        problem: the problem.
-        smallest: use the smallest micro-batch instead.
     """
     for layout in layouts(problem):
         sized = list(with_batch(problem, layout))
@@ -258,13 +235,10 @@ def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
     """Candidates that fit, best first, each with its fastest all-to-all and overlap degree.
 
     Args:
-        problem: the problem.
-        goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the device.
+        goal: "throughput" and "latency": shortest step, with the largest micro-batch; "memory": least memory of the
+            device.
     """
-    found = [
-        min(ways(one), key=lambda c: c.seconds.total_s)
-        for one in fitting(problem, smallest=goal == "memory")
-    ]
+    found = [min(ways(one), key=lambda c: c.seconds.total_s) for one in fitting(problem, smallest=goal == "memory")]
     if goal == "memory":
         return sorted(found, key=lambda c: (_rounded(c.memory.device_bytes), c.seconds.total_s))
     return sorted(found, key=lambda c: (c.seconds.total_s, c.memory.device_bytes))

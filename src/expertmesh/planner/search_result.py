@@ -10,28 +10,21 @@ from expertmesh.planner.planned_model import PlannedModel
 from expertmesh.planner.search import SAFE, Candidate, Goal, Problem, front
 
 ERROR_BAR = (0.74, 1.35)
-"""Measured over predicted time: three of four published rows lie within, each of a source that nothing was fitted on."""
+"""Measured over predicted time: three of four published rows lie within, each of a source that nothing was fitted
+on."""
 MEMORY_BAR = (0.95, 1.10)
 """Measured over predicted peak of memory: four of five published peaks lie within; nothing is fitted on them."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts of a model on a cluster, with costs.
-
-    Attributes:
-        model: the model.
-        problem: inputs of the search.
-        goal: goal of the search.
-        candidates: candidates that fit, best first.
-        guesses: guessed inputs, in words.
-    """
+    """Layouts of a model on a cluster, with costs."""
 
     model: PlannedModel
-    problem: Problem
+    problem: Problem  # inputs of the search
     goal: Goal
-    candidates: tuple[Candidate, ...]
-    guesses: tuple[str, ...]
+    candidates: tuple[Candidate, ...]  # candidates that fit, best first
+    guesses: tuple[str, ...]  # guessed inputs, in words
 
     @property
     def best(self) -> Candidate:
@@ -81,12 +74,7 @@ class SearchResult:
 
 
 def flags_of(candidate: Candidate, config: RunConfig | None = None) -> list[str]:
-    """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run.
-
-    Args:
-        candidate: candidate with the layout.
-        config: configuration of the recipe that the options change; None: unknown.
-    """
+    """Options of `expertmesh train` that make a layout; empty for layouts that this project cannot run."""
     layout, problem = candidate.layout, candidate.problem
     work = problem.work
     is_ours = work.states in OURS and work.stack == "eager" and work.precision != "float8"
@@ -118,17 +106,12 @@ def _switches(layout: RankLayout, usual: Any) -> list[str]:
             usual.train.activation_checkpointing,
         ),
         "model.moe.recompute-h": (
-            layout.checkpointing == "experts"
-            or (layout.checkpointing == "full" and usual.model.moe.recompute_h),
+            layout.checkpointing == "experts" or (layout.checkpointing == "full" and usual.model.moe.recompute_h),
             usual.model.moe.recompute_h,
         ),
         "parallel.offload": (layout.offload, usual.parallel.offload),
     }
-    return [
-        f"--{name}{'' if wanted else ' false'}"
-        for name, (wanted, given) in found.items()
-        if wanted != given
-    ]
+    return [f"--{name}{'' if wanted else ' false'}" for name, (wanted, given) in found.items() if wanted != given]
 
 
 def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) -> list[str]:
@@ -151,6 +134,4 @@ def _degrees(layout: RankLayout, usual: ParallelConfig, *, has_experts: bool) ->
             found["ranks-per-node"] = ("none", usual.ranks_per_node or "none")
         if layout.route_degree == 1:
             found["dispatch-dtype"] = ("same", usual.dispatch_dtype)
-    return [
-        f"--parallel.{name} {wanted}" for name, (wanted, given) in found.items() if wanted != given
-    ]
+    return [f"--parallel.{name} {wanted}" for name, (wanted, given) in found.items() if wanted != given]

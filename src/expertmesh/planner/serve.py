@@ -33,13 +33,7 @@ MOST_MS = 10**7
 
 
 def servings(model: PlannedModel, cluster: Cluster, usual: Serving) -> Iterator[Serving]:
-    """All layouts for generation that the engine accepts, whether they fit or not.
-
-    Args:
-        model: the model.
-        cluster: the cluster.
-        usual: a layout whose sequences, formats and slots all have.
-    """
+    """All layouts for generation that the engine accepts, whether they fit or not."""
     sizes, redundant = model.sizes, usual.redundant
     has_experts = any(block.num_experts for block in sizes.blocks)
     for tp in TENSOR_DEGREES:
@@ -60,16 +54,15 @@ class ServePlan:
     """Layouts for generation that fit.
 
     Attributes:
-        model: the model.
-        ways: layouts that fit, best first: fastest, or with most requests per second at a given time per token.
-        twin: the best layout of a dense model of as good answers, by a rule of thumb; None: the model is dense, or it fits nowhere.
-        guesses: guessed inputs, in words.
+        twin: the best layout of a dense model of as good answers, by a rule of thumb; None: the model is dense, or it
+            fits nowhere.
     """
 
     model: PlannedModel
+    # layouts that fit, best first: fastest, or with most requests per second at a given time per token
     ways: tuple[Serving, ...]
     twin: Serving | None
-    guesses: tuple[str, ...]
+    guesses: tuple[str, ...]  # guessed inputs, in words
 
     @property
     def best(self) -> Serving:
@@ -78,47 +71,41 @@ class ServePlan:
 
     @property
     def safer(self) -> Serving | None:
-        """The best layout that leaves memory free, with fewer sequences where none does; None: the best one does, or none can."""
+        """The best layout that leaves memory free, with fewer sequences where none does; None: the best one does, or
+        none can."""
         if self.best.filled <= SAFE:
             return None
         tried = [*self.ways]
         tried += [replace(self.best, batch=n) for n in reversed(powers_of_two(self.best.batch))]
-        return next((way for way in tried if way.filled <= SAFE), None)
+        return next((serving for serving in tried if serving.filled <= SAFE), None)
 
 
 def serve_plan(
-    model: str | Path | GPTRunConfig,
+    model: str | Path | GPTRunConfig,  # see `expertmesh.plan`
     *,
-    cluster: str | Path | Cluster,
-    batch: int | None = None,
-    context: int | None = None,
+    cluster: str | Path | Cluster,  # see `expertmesh.plan`
+    batch: int | None = None,  # sequences at once, on all devices; None: as many as `token_ms` allows
+    context: int | None = None,  # tokens of each sequence; None: of prompt and answer together
     prompt: int | None = None,
-    answer: int | None = None,
+    answer: int | None = None,  # tokens of an answer; None: the rest of the context
     token_ms: float | None = None,
     weights: str | None = None,
     cache: Literal["bfloat16", "fp8", "float32"] | None = None,
-    fused: bool = False,
+    fused: bool = False,  # whether steps are replayed from CUDA graphs, as this project's engine does on one GPU
     expert_slots: int | None = None,
     num_redundant_experts: int = 0,
 ) -> ServePlan:
     """Plan generation with a model on a cluster: time per token, throughput, price, memory. Imports no torch.
 
     Args:
-        model: see `expertmesh.plan`.
-        cluster: see `expertmesh.plan`.
-        batch: sequences at once, on all devices; None: as many as `token_ms` allows.
-        context: tokens of each sequence; None: of prompt and answer together.
         prompt: tokens of a prompt, for the time to the first token and its price; None: prompts are not counted.
-        answer: tokens of an answer; None: the rest of the context.
-        token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per second.
+        token_ms: most milliseconds per token, the prompts in between included; the plan then has most requests per
+            second.
         weights: formats, as "fp8" or "experts=mxfp4,attention=bfloat16"; None: as the model's files have them, or BF16.
         cache: format of keys and values; None: BF16, on slow devices FP32.
-        fused: whether steps are replayed from CUDA graphs, as this project's engine does on one GPU.
         expert_slots: experts of a layer that a device holds, the others in the host's memory or on its disk; None: all.
-        num_redundant_experts: copies of experts in each layer, so that devices may share experts that they do not divide.
-
-    Raises:
-        ConfigError: a value breaks a rule, or the model fits nowhere.
+        num_redundant_experts: copies of experts in each layer, so that devices may share experts that they do not
+            divide.
 
     Example:
         >>> from expertmesh.planner.serve import serve_plan
@@ -128,9 +115,7 @@ def serve_plan(
     """
     found, where = planned_model(model), cluster_of(cluster)
     if found.has_lengths:
-        raise ConfigError(
-            f"plan {found.name}: generation is planned of decoders alone; leave {named('serve')} out"
-        )
+        raise ConfigError(f"plan {found.name}: generation is planned of decoders alone; leave {named('serve')} out")
     check_choice("fused", fused, (True, False))
     if cache is not None:
         check_choice("cache", cache, tuple(CACHES))
@@ -145,9 +130,7 @@ def serve_plan(
     if expert_slots is not None:
         expert_slots = whole("expert_slots", expert_slots, most=MOST_AT_ONCE, fix=fix)
     if num_redundant_experts:
-        num_redundant_experts = whole(
-            "num_redundant_experts", num_redundant_experts, most=MOST_AT_ONCE, fix=fix
-        )
+        num_redundant_experts = whole("num_redundant_experts", num_redundant_experts, most=MOST_AT_ONCE, fix=fix)
     usual = Serving(
         found.sizes,
         where,
@@ -158,9 +141,7 @@ def serve_plan(
         prompt=lengths["prompt"],
         answer=lengths["answer"],
         weights=formats,
-        cache_bytes=CACHES[
-            cache or ("float32" if formats == Weights.all("float32") else "bfloat16")
-        ],
+        cache_bytes=CACHES[cache or ("float32" if formats == Weights.all("float32") else "bfloat16")],
         fused=fused,
         expert_slots=expert_slots,
         redundant=num_redundant_experts,
@@ -188,14 +169,12 @@ def serve_plan(
     return ServePlan(found, ways, twins[0] if twins else None, guesses)
 
 
-def _overheads_text(way: Serving) -> str:
-    layer, sequence = 1e6 * way.layer_s, 1e6 * way.overheads.sequence_s
+def _overheads_text(serving: Serving) -> str:
+    layer, sequence = 1e6 * serving.layer_s, 1e6 * serving.overheads.sequence_s
     return f"{layer:.0f} us per layer and step for launches, {sequence:.0f} us for each sequence of a device"
 
 
-def _lengths(
-    batch: object, context: object, prompt: object, answer: object, token_ms: object
-) -> dict[str, int]:
+def _lengths(batch: object, context: object, prompt: object, answer: object, token_ms: object) -> dict[str, int]:
     """Sequences at once and their tokens, checked."""
     given = {"batch": batch, "context": context, "prompt": prompt, "answer": answer}
     found = {
@@ -206,18 +185,12 @@ def _lengths(
     if token_ms is not None:
         number("token_ms", token_ms, most=MOST_MS, fix="give milliseconds", least=1e-3)
     if (batch is None) == (token_ms is None):
-        rule = (
-            "or the time per token must be given"
-            if batch is None
-            else "follows from the time per token"
-        )
+        rule = "or the time per token must be given" if batch is None else "follows from the time per token"
         fix = f"give {named('batch')} or {named('token_ms')}"
         raise ConfigError("batch", batch, rule, fix)
     if context is None and (prompt is None or answer is None):
         rule = "must be given where prompt and answer are not"
-        raise ConfigError(
-            "context", None, rule, f"give it, or {named('prompt')} and {named('answer')}"
-        )
+        raise ConfigError("context", None, rule, f"give it, or {named('prompt')} and {named('answer')}")
     asked, told = found.get("prompt", 0), found.get("answer")
     room = found.get("context") or asked + (told or 0)
     if told is None:
@@ -232,9 +205,9 @@ def _ways(model: PlannedModel, usual: Serving, token_s: float | None) -> tuple[S
     """Layouts that fit, best first."""
     every = servings(model, usual.cluster, usual)
     if token_s is None:
-        fitting = [way for way in every if way.fits]
+        fitting = [serving for serving in every if serving.fits]
         return tuple(sorted(fitting, key=lambda w: (w.token_s, w.device_bytes)))
-    most = [found for way in every if (found := with_most_sequences(way, token_s)) is not None]
+    most = [found for serving in every if (found := with_most_sequences(serving, token_s)) is not None]
     return tuple(sorted(most, key=lambda w: (-w.requests_per_s, w.token_s)))
 
 
@@ -248,8 +221,8 @@ def _fits_nowhere(model: PlannedModel, usual: Serving, token_s: float | None) ->
             f"{head}: {usual.redundant} copies leave no number of experts that devices divide;"
             " choose as many as make experts and copies a multiple of the devices"
         )
-    if token_s is not None and any(way.fits for way in every):
-        fastest = min((way for way in every if way.fits), key=lambda w: w.token_s)
+    if token_s is not None and any(serving.fits for serving in every):
+        fastest = min((serving for serving in every if serving.fits), key=lambda w: w.token_s)
         return (
             f"{head}: a token takes {1e3 * fastest.token_s:.1f} ms at best, not {1e3 * token_s:g};"
             " allow more, or use faster devices"
@@ -262,6 +235,6 @@ def _fits_nowhere(model: PlannedModel, usual: Serving, token_s: float | None) ->
     )
     for name in ("fp8", "int4"):
         narrow = replace(usual, weights=Weights.all(name))
-        if any(way.fits for way in servings(model, cluster, narrow)):
+        if any(serving.fits for serving in servings(model, cluster, narrow)):
             return f"{said}, or {named('weights', name)}, with which it fits"
     return said

@@ -26,8 +26,15 @@ def serve_text(plan: ServePlan) -> str:
     best, model = plan.best, plan.model
     cluster = best.cluster
     lines = [
-        f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} billion for a token",
-        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
+        (
+            f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} "
+            "billion "
+            "for a token"
+        ),
+        (
+            f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} "
+            "GiB each"
+        ),
         f"{best.batch:,} sequences at once, {_lengths(best)}",
         "",
         f"best: {serving_text(best)}",
@@ -38,21 +45,21 @@ def serve_text(plan: ServePlan) -> str:
     rows: list[tuple[str, ...]] = [("way", "GiB", "per token", "tokens/s")]
     rows += [
         (
-            serving_text(way),
-            f"{way.device_bytes / GIB:,.1f}",
-            seconds_text(way.token_s),
-            f"{way.tokens_per_s:,.0f}",
+            serving_text(serving),
+            f"{serving.device_bytes / GIB:,.1f}",
+            seconds_text(serving.token_s),
+            f"{serving.tokens_per_s:,.0f}",
         )
-        for way in plan.ways[:SHOWN]
+        for serving in plan.ways[:SHOWN]
     ]
     lines += ["", "ways:", *("  " + line for line in columns(rows, right="lrrr"))]
     return "\n".join([*lines, "", "guessed:", *(f"  {guess}" for guess in plan.guesses)])
 
 
-def _lengths(way: Serving) -> str:
-    if not way.prompt:
-        return f"{way.context:,} tokens each"
-    return f"prompts of {way.prompt:,} and answers of {way.answer:,} tokens"
+def _lengths(serving: Serving) -> str:
+    if not serving.prompt:
+        return f"{serving.context:,} tokens each"
+    return f"prompts of {serving.prompt:,} and answers of {serving.answer:,} tokens"
 
 
 def _totals(plan: ServePlan) -> list[str]:
@@ -75,13 +82,9 @@ def _totals(plan: ServePlan) -> list[str]:
     ):
         if each:
             low, high = fast * each[0], slow * each[-1]
-            lines.append(
-                f"price        {low:,.3g} to {high:,.3g} USD per million tokens of {of}, at prices of 2026"
-            )
+            lines.append(f"price        {low:,.3g} to {high:,.3g} USD per million tokens of {of}, at prices of 2026")
     if best.filled > SAFE:
-        lines.append(
-            f"memory       {100 * best.filled:.0f} % of the device, above {100 * SAFE:.0f} %: {_safer(plan)}"
-        )
+        lines.append(f"memory       {100 * best.filled:.0f} % of the device, above {100 * SAFE:.0f} %: {_safer(plan)}")
     touched = ", ".join(
         f"{best.experts_touched(block):.1f} of {best.experts_here(block):g}"
         for block in best.sizes.blocks
@@ -135,19 +138,15 @@ def _time_lines(best: Serving) -> list[tuple[str, str]]:
     return [("time, ms", ""), *rows, ("in all", f"{1e3 * best.token_s:,.2f}")]
 
 
-def serving_text(way: Serving) -> str:
+def serving_text(serving: Serving) -> str:
     """A layout for generation in a few words."""
-    copies = way.cluster.num_gpus // way.route_degree
-    words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
+    copies = serving.cluster.num_gpus // serving.route_degree
+    words = [f"tp {serving.tp_degree}", f"experts over {serving.route_degree}"]
     return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)
 
 
 def serve_json(plan: ServePlan) -> dict[str, Any]:
-    """Values of a plan of generation, named as in `plan_json.as_json`.
-
-    Args:
-        plan: the plan.
-    """
+    """Values of a plan of generation, named as in `plan_json.as_json`."""
     best = plan.best
     return {
         "model": plan.model.name,
@@ -156,31 +155,31 @@ def serve_json(plan: ServePlan) -> dict[str, Any]:
         "cluster": best.cluster.model_dump(mode="json"),
         "weights": asdict(best.weights),
         "time_error_bar": list(SERVE_BAR),
-        "best": _way(best),
-        "safer": None if plan.safer is None else _way(plan.safer),
-        "ways": [_way(way) for way in plan.ways],
+        "best": _values(best),
+        "safer": None if plan.safer is None else _values(plan.safer),
+        "ways": [_values(serving) for serving in plan.ways],
         "dense_twin": None
         if plan.twin is None
-        else {"parameters": plan.twin.sizes.num_parameters, **_way(plan.twin)},
+        else {"parameters": plan.twin.sizes.num_parameters, **_values(plan.twin)},
         "guesses": list(plan.guesses),
     }
 
 
-def _way(way: Serving) -> dict[str, Any]:
+def _values(serving: Serving) -> dict[str, Any]:
     return {
-        "words": serving_text(way),
-        "tp_degree": way.tp_degree,
-        "route_degree": way.route_degree,
-        "sequences": way.batch,
-        "context": way.context,
-        "prompt": way.prompt,
-        "answer": way.answer,
-        "device_bytes": way.device_bytes,
-        "token_s": way.token_s,
-        "time_s": _parts(way),
-        "first_token_s": way.first_token_s if way.prompt else None,
-        "tokens_per_s": way.tokens_per_s,
-        "requests_per_s": way.requests_per_s if way.prompt else None,
-        "usd_per_million_of_answers": list(way.usd_per_million),
-        "usd_per_million_of_prompts": list(way.usd_per_million_of_prompts),
+        "words": serving_text(serving),
+        "tp_degree": serving.tp_degree,
+        "route_degree": serving.route_degree,
+        "sequences": serving.batch,
+        "context": serving.context,
+        "prompt": serving.prompt,
+        "answer": serving.answer,
+        "device_bytes": serving.device_bytes,
+        "token_s": serving.token_s,
+        "time_s": _parts(serving),
+        "first_token_s": serving.first_token_s if serving.prompt else None,
+        "tokens_per_s": serving.tokens_per_s,
+        "requests_per_s": serving.requests_per_s if serving.prompt else None,
+        "usd_per_million_of_answers": list(serving.usd_per_million),
+        "usd_per_million_of_prompts": list(serving.usd_per_million_of_prompts),
     }

@@ -14,7 +14,8 @@ from expertmesh.costs.step_time import ATTENTION, FP8_SHARE, Efficiency, route_o
 from expertmesh.costs.weight_formats import FORMATS, FormatName, Weights
 
 EXCHANGE_S = 2e-5
-"""Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8 ranks."""
+"""Seconds of a dispatch or combine beyond its bytes' time: DeepEP's low-latency kernels, 77 us for 46 us of bytes on 8
+ranks."""
 REDUCE_S = 1.6e-5
 """Seconds of a small all-reduce over the devices of a node (ai-dynamo/aiconfigurator: 15.7 us on 8 H100)."""
 WORKSPACE_BYTES = 3.5 * GIB
@@ -26,42 +27,26 @@ _BLOCK = 32
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds of generation beyond bytes and products, set with the rows marked `fit` in sight.
+    """Seconds of generation beyond bytes and products, set with the rows marked `fit` in sight."""
 
-    Attributes:
-        eager_s: of a layer, launched operation by operation (row tt-qwen3-30b-a100 of published.toml).
-        fused_s: of a layer in a graph: beginnings and ends of its kernels (row ix-r1-8).
-        sequence_s: of each sequence of a device: scheduling, sampling, small kernels (row ix-gpt-oss-120b-256).
-    """
-
-    eager_s: float = 1.2e-4
-    fused_s: float = 6e-5
+    eager_s: float = 1.2e-4  # of a layer, launched operation by operation (row tt-qwen3-30b-a100 of published.toml)
+    fused_s: float = 6e-5  # of a layer in a graph: beginnings and ends of its kernels (row ix-r1-8)
+    # of each sequence of a device: scheduling, sampling, small kernels (row ix-gpt-oss-120b-256)
     sequence_s: float = 1.4e-4
 
 
 @dataclass(frozen=True)
 class TokenSeconds:
-    """Seconds of one step of generation by part.
+    """Seconds of one step of generation by part."""
 
-    Attributes:
-        weights_s: reading dense weights and weights of experts that some token chose.
-        fetches_s: copying experts that no slot has, from the host's memory or from a disk.
-        cache_s: reading keys and values.
-        products_s: time of products beyond reading weights.
-        exchange_s: dispatch and combine of tokens.
-        tensor_s: all-reduces of tensor parallelism.
-        host_s: launches, and beginnings and ends of kernels.
-        sequences_s: scheduling and sampling of each sequence.
-    """
-
-    weights_s: float
-    fetches_s: float
-    cache_s: float
-    products_s: float
-    exchange_s: float
-    tensor_s: float
-    host_s: float
-    sequences_s: float
+    weights_s: float  # reading dense weights and weights of experts that some token chose
+    fetches_s: float  # copying experts that no slot has, from the host's memory or from a disk
+    cache_s: float  # reading keys and values
+    products_s: float  # time of products beyond reading weights
+    exchange_s: float  # dispatch and combine of tokens
+    tensor_s: float  # all-reduces of tensor parallelism
+    host_s: float  # launches, and beginnings and ends of kernels
+    sequences_s: float  # scheduling and sampling of each sequence
 
     @property
     def total_s(self) -> float:
@@ -72,41 +57,24 @@ class TokenSeconds:
 
 @dataclass(frozen=True)
 class Serving:
-    """A layout for generation, with its memory and time.
-
-    Attributes:
-        sizes: sizes of the model.
-        cluster: the cluster.
-        batch: sequences that are generated at once, on all devices.
-        context: tokens of each sequence, for which there is room.
-        tp_degree: devices that share the dense layers of a sequence.
-        route_degree: devices over which the experts are spread; copies of this group generate separately.
-        weights: formats of the weights.
-        cache_bytes: bytes of an element of keys and values.
-        fused: whether steps are replayed from CUDA graphs.
-        expert_slots: experts of a layer that a device holds; None: all of its own.
-        redundant: copies of experts in each layer, beside the experts.
-        overlaps: whether two halves of the sequences take turns, so that the exchange of one hides under the other's work.
-        prompt: tokens of a prompt; 0: prompts are not counted.
-        answer: tokens of an answer.
-        overheads: seconds beyond bytes and products.
-    """
+    """A layout for generation, with its memory and time."""
 
     sizes: ModelSizes
     cluster: Cluster
-    batch: int
-    context: int
-    tp_degree: int
-    route_degree: int
-    weights: Weights = Weights()
-    cache_bytes: float = 2.0
-    fused: bool = False
-    expert_slots: int | None = None
-    redundant: int = 0
+    batch: int  # sequences that are generated at once, on all devices
+    context: int  # tokens of each sequence, for which there is room
+    tp_degree: int  # devices that share the dense layers of a sequence
+    route_degree: int  # devices over which the experts are spread; copies of this group generate separately
+    weights: Weights = Weights()  # formats of the weights
+    cache_bytes: float = 2.0  # bytes of an element of keys and values
+    fused: bool = False  # whether steps are replayed from CUDA graphs
+    expert_slots: int | None = None  # experts of a layer that a device holds; None: all of its own
+    redundant: int = 0  # copies of experts in each layer, beside the experts
+    # whether two halves of the sequences take turns, so that the exchange of one hides under the other's work
     overlaps: bool = False
-    prompt: int = 0
-    answer: int = 1
-    overheads: Overheads = Overheads()
+    prompt: int = 0  # tokens of a prompt; 0: prompts are not counted
+    answer: int = 1  # tokens of an answer
+    overheads: Overheads = Overheads()  # seconds beyond bytes and products
 
     @property
     def layer_s(self) -> float:
@@ -129,7 +97,8 @@ class Serving:
         return self.prompt + self.answer / 2 if self.prompt else self.context
 
     def experts_held(self, block: LayerSizes) -> int:
-        """Number of a layer's experts with their copies; software with graphs copies experts that devices do not divide."""
+        """Number of a layer's experts with their copies; software with graphs copies experts that devices do not
+        divide."""
         if not block.num_experts:
             return 0
         rest = -block.num_experts % self.route_degree if self.fused else 0
@@ -188,15 +157,14 @@ class Serving:
     def cache_held_bytes(self) -> float:
         """Bytes of keys and values of one device."""
         each = (
-            block.count
-            * self._cache_of_layer(block)
-            * min(self.context, block.window or self.context)
+            block.count * self._cache_of_layer(block) * min(self.context, block.window or self.context)
             for block in self.sizes.blocks
         )
         return self.local_batch * sum(each)
 
     def _cache_of_layer(self, block: LayerSizes) -> float:
-        """Bytes of keys and values of a token and layer on one device; latents that all heads share are on each device."""
+        """Bytes of keys and values of a token and layer on one device; latents that all heads share are on each
+        device."""
         return block.cache_width * self.cache_bytes / max(min(self.tp_degree, block.cache_heads), 1)
 
     @cached_property
@@ -262,7 +230,8 @@ class Serving:
         )
 
     def _products_s(self, block: LayerSizes, tokens: float, rows: float) -> float:
-        """Seconds of a layer's products with weights, of tokens of a tensor-parallel group and rows of a device's experts."""
+        """Seconds of a layer's products with weights, of tokens of a tensor-parallel group and rows of a device's
+        experts."""
         e, w = Efficiency(), self.weights
         attention = tokens * block.attention_elements / self.tp_degree / self._peak(w.attention)
         rest = block.dense_parameters - block.attention_elements
@@ -349,28 +318,23 @@ class Serving:
 
     @property
     def usd_per_million_of_prompts(self) -> tuple[float, ...]:
-        """Lowest and highest price of a million tokens of prompts; empty: the device has no price, or there are no prompts."""
+        """Lowest and highest price of a million tokens of prompts; empty: the device has no price, or there are no
+        prompts."""
         groups = self.cluster.num_gpus / self.tp_degree
         return self._usd(self.prefill_s / groups / self.prompt) if self.prompt else ()
 
     def _usd(self, seconds: float) -> tuple[float, ...]:
         number = self.cluster.num_gpus
-        return tuple(
-            price * number / 3600 * seconds * 1e6 for price in self.cluster.device.usd_per_hour
-        )
+        return tuple(price * number / 3600 * seconds * 1e6 for price in self.cluster.device.usd_per_hour)
 
 
-def with_most_sequences(way: Serving, token_s: float) -> Serving | None:
-    """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each device.
-
-    Args:
-        way: the layout; its batch does not count.
-        token_s: most seconds per token, the prompts in between included.
-    """
-    step = max(way.cluster.num_gpus // way.tp_degree, 1)
+def with_most_sequences(serving: Serving, token_s: float) -> Serving | None:
+    """The layout with as many sequences at once as take at most `token_s` per token; None: not even one for each
+    device."""
+    step = max(serving.cluster.num_gpus // serving.tp_degree, 1)
 
     def with_(groups: int) -> Serving | None:
-        tried = replace(way, batch=groups * step)
+        tried = replace(serving, batch=groups * step)
         return tried if tried.fits and tried.token_s <= token_s else None
 
     if with_(1) is None:

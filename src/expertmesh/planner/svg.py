@@ -13,38 +13,23 @@ _MUTED = "var(--muted)"
 
 @dataclass(frozen=True)
 class Dot:
-    """A point with a tooltip.
+    """A point with a tooltip."""
 
-    Attributes:
-        x: value on the horizontal axis.
-        y: value on the vertical axis.
-        tip: text of the tooltip.
-        colour: a CSS colour.
-        radius: radius in pixels.
-    """
-
-    x: float
-    y: float
-    tip: str = ""
-    colour: str = COLOURS[0]
-    radius: float = 4.0
+    x: float  # value on the horizontal axis
+    y: float  # value on the vertical axis
+    tip: str = ""  # text of the tooltip
+    colour: str = COLOURS[0]  # a CSS colour
+    radius: float = 4.0  # radius in pixels
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a plot.
+    """An axis of a plot."""
 
-    Attributes:
-        name: name with unit.
-        low: its first value.
-        high: its last value.
-        is_log: whether it is logarithmic.
-    """
-
-    name: str
-    low: float
-    high: float
-    is_log: bool = False
+    name: str  # name with unit
+    low: float  # its first value
+    high: float  # its last value
+    is_log: bool = False  # whether it is logarithmic
 
     def place(self, value: float) -> float:
         """Position of a value on the axis, from 0 to 1."""
@@ -67,9 +52,7 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step) + 1)]
 
     @staticmethod
-    def of(
-        name: str, values: Sequence[float], *, is_log: bool = False, zero: bool = False
-    ) -> "Axis":
+    def of(name: str, values: Sequence[float], *, is_log: bool = False, zero: bool = False) -> "Axis":
         """An axis around some values."""
         low, high = min(values), max(values)
         if is_log:
@@ -86,24 +69,15 @@ def _short(value: float) -> str:
 
 
 def plot(
-    x: Axis,
-    y: Axis,
-    dots: Sequence[Dot],
+    x: Axis,  # the horizontal axis
+    y: Axis,  # the vertical axis
+    dots: Sequence[Dot],  # the points
     *,
-    lines: Sequence[tuple[Sequence[tuple[float, float]], str]] = (),
-    marks: Sequence[tuple[float, str]] = (),
-    label: str,
+    lines: Sequence[tuple[Sequence[tuple[float, float]], str]] = (),  # each a sequence of (x, y), and its colour
+    marks: Sequence[tuple[float, str]] = (),  # vertical lines, each with a text
+    label: str,  # description of the picture for screen readers
 ) -> str:
-    """Points and lines in a frame with axes.
-
-    Args:
-        x: the horizontal axis.
-        y: the vertical axis.
-        dots: the points.
-        lines: each a sequence of (x, y), and its colour.
-        marks: vertical lines, each with a text.
-        label: description of the picture for screen readers.
-    """
+    """Points and lines in a frame with axes."""
 
     def to_x(value: float) -> float:
         return _LEFT + x.place(value) * (WIDTH - _LEFT - _RIGHT)
@@ -114,7 +88,8 @@ def plot(
     parts = [*_frame(x, y, to_x, to_y)]
     for row, (value, text) in enumerate(marks):
         parts.append(
-            f'<line x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="{_MUTED}" stroke-dasharray="4 4"/>'
+            f'<line x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" '
+            f'stroke="{_MUTED}" stroke-dasharray="4 4"/>'
         )
         right = to_x(value) > WIDTH * 0.6
         anchor, shift = ("end", -5) if right else ("start", 5)
@@ -125,14 +100,13 @@ def plot(
     for dot in dots:
         tip = f"<title>{html.escape(dot.tip)}</title>"
         parts.append(
-            f'<circle cx="{to_x(dot.x):.1f}" cy="{to_y(dot.y):.1f}" r="{dot.radius:g}" fill="{dot.colour}" fill-opacity=".75">{tip}</circle>'
+            f'<circle cx="{to_x(dot.x):.1f}" cy="{to_y(dot.y):.1f}" r="{dot.radius:g}" fill="{dot.colour}" '
+            f'fill-opacity=".75">{tip}</circle>'
         )
     return _svg(parts, HEIGHT, label)
 
 
-def _frame(
-    x: Axis, y: Axis, to_x: Callable[[float], float], to_y: Callable[[float], float]
-) -> list[str]:
+def _frame(x: Axis, y: Axis, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:
     parts = []
     bottom = HEIGHT - _BOTTOM
     for value in x.ticks():
@@ -142,30 +116,24 @@ def _frame(
         parts.append(_text(to_x(value), bottom + 16, _short(value), "middle"))
     for value in y.ticks():
         parts.append(
-            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}" stroke="var(--line)"/>'
+            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{to_y(value):.1f}" y2="{to_y(value):.1f}" '
+            'stroke="var(--line)"/>'
         )
         parts.append(_text(_LEFT - 6, to_y(value) + 4, _short(value), "end"))
     parts.append(_text((WIDTH + _LEFT) / 2, HEIGHT - 6, x.name, "middle"))
     middle = (HEIGHT - _BOTTOM + _TOP) / 2
     parts.append(
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" font-size="12" fill="{_MUTED}">{html.escape(y.name)}</text>'
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle" font-size="12" '
+        f'fill="{_MUTED}">{html.escape(y.name)}</text>'
     )
     return parts
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, label: str) -> str:
-    """A stacked bar for each row, and a legend.
-
-    Args:
-        rows: name of each row, and its parts with their values.
-        unit: unit of the values.
-        label: description of the picture for screen readers.
-    """
+    """A stacked bar for each row, and a legend."""
     names = list(dict.fromkeys(name for _, parts in rows for name, value in parts if value > 0))
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    opacity = {
-        name: (1.0, 0.55, 0.3)[place // len(COLOURS) % 3] for place, name in enumerate(names)
-    }
+    opacity = {name: (1.0, 0.55, 0.3)[place // len(COLOURS) % 3] for place, name in enumerate(names)}
     most = max((sum(max(v, 0.0) for _, v in parts) for _, parts in rows), default=1.0)
     parts_, top = [], 6.0
     for title, parts in rows:
@@ -177,7 +145,8 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
             width = value / most * (WIDTH - 90)
             tip = html.escape(f"{name}: {value:,.3g} {unit}")
             parts_.append(
-                f'<rect x="{left:.1f}" y="{top + 18:.1f}" width="{max(width, 0.5):.1f}" height="18" fill="{colour[name]}" fill-opacity="{opacity[name]}"><title>{tip}</title></rect>'
+                f'<rect x="{left:.1f}" y="{top + 18:.1f}" width="{max(width, 0.5):.1f}" height="18" '
+                f'fill="{colour[name]}" fill-opacity="{opacity[name]}"><title>{tip}</title></rect>'
             )
             left += width
         whole = sum(max(value, 0.0) for _, value in parts)
@@ -189,7 +158,8 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
         if left + width > WIDTH:
             left, top = 4.0, top + 20
         parts_.append(
-            f'<rect x="{left:.0f}" y="{top + 4:.0f}" width="11" height="11" fill="{colour[name]}" fill-opacity="{opacity[name]}"/>'
+            f'<rect x="{left:.0f}" y="{top + 4:.0f}" width="11" height="11" fill="{colour[name]}" '
+            f'fill-opacity="{opacity[name]}"/>'
         )
         parts_.append(_text(left + 15, top + 14, name, "start"))
         left += width + 8
@@ -197,7 +167,10 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str, 
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = _MUTED) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="{colour}">{html.escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" '
+        f'fill="{colour}">{html.escape(text)}</text>'
+    )
 
 
 def _svg(parts: Sequence[str], height: int, label: str) -> str:

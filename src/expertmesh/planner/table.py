@@ -40,8 +40,15 @@ def plan_text(plan: SearchResult) -> str:
     sizes, work = plan.problem.sizes, plan.problem.work
     tokens = plan.problem.batch * work.seq_len
     lines = [
-        f"{plan.model.name}: {sizes.num_parameters:,} parameters, {sizes.active_parameters / 1e9:,.2f} billion for a token",
-        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
+        (
+            f"{plan.model.name}: {sizes.num_parameters:,} parameters, {sizes.active_parameters / 1e9:,.2f} billion "
+            "for a "
+            "token"
+        ),
+        (
+            f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} "
+            "GiB each"
+        ),
         f"a step: {tokens:,} tokens, {plan.problem.batch:,} sequences of {work.seq_len:,}",
         "",
         f"best for {plan.goal}: {layout_text(best)}",
@@ -80,8 +87,10 @@ def how_sure() -> str:
     """Sentence on the error bar of times."""
     fast, slow = ERROR_BAR
     return (
-        f"In three of four published runs of sources that nothing was fitted to, the measured time is {fast:g} to {slow:g}"
-        " times the predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone compares each."
+        f"In three of four published runs of sources that nothing was fitted to, the measured time is {fast:g} to "
+        f"{slow:g}"
+        " times the predicted one; docs/planner.md names the runs, and python -m benchmarks.planner in a clone "
+        "compares each."
     )
 
 
@@ -95,11 +104,7 @@ def layout_text(candidate: Candidate) -> str:
         words.append(f"tp {layout.tp_degree}")
     if any(block.num_experts for block in candidate.problem.sizes.blocks):
         words.append(f"route {layout.route_degree}")
-    slices = {
-        layout.slices_of(block.num_experts)
-        for block in candidate.problem.sizes.blocks
-        if block.num_experts
-    }
+    slices = {layout.slices_of(block.num_experts) for block in candidate.problem.sizes.blocks if block.num_experts}
     if max(slices, default=1) > 1:
         words.append(f"{max(slices)} slices")
     if layout.dp_replicate_degree > 1:
@@ -126,7 +131,10 @@ def _totals(plan: SearchResult) -> list[str]:
     length = plan.train_s / each
     of_length = f"{length:,.4g} {unit} ({length * fast:,.3g} to {length * slow:,.3g})"
     lines = [
-        f"tokens/s     {rate:,.0f} ({rate / slow:,.0f} to {rate / fast:,.0f}), {rate / plan.problem.cluster.num_gpus:,.0f} per device",
+        (
+            f"tokens/s     {rate:,.0f} ({rate / slow:,.0f} to {rate / fast:,.0f}), "
+            f"{rate / plan.problem.cluster.num_gpus:,.0f} per device"
+        ),
         f"step         {seconds_text(step)} ({seconds_text(step * fast)} to {seconds_text(step * slow)})",
         f"utilisation  {100 * best.utilisation:.1f} % of the peak",
         f"training     {plan.model.train_tokens:,.4g} tokens: {of_length}, {plan.gpu_hours:,.4g} device hours",
@@ -203,9 +211,7 @@ def side_by_side(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> l
     """Two tables of two columns as lines."""
     number = max(len(left), len(right))
     empty = [("", "")]
-    rows = zip(
-        left + empty * (number - len(left)), right + empty * (number - len(right)), strict=True
-    )
+    rows = zip(left + empty * (number - len(left)), right + empty * (number - len(right)), strict=True)
     return columns([(*a, "   ", *b) for a, b in rows], right="lrllr")
 
 

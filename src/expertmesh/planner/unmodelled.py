@@ -1,4 +1,5 @@
-"""Parts of a model that no plan counts and that change its size or its time: a config.json with one is refused by name."""
+"""Parts of a model that no plan counts and that change its size or its time: a config.json with one is refused by
+name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,15 +45,7 @@ _HEADS = ("ForMaskedLM", "ForImageClassification", "ForSpeechSeq2Seq")
 
 
 def refuse_unmodelled(name: str, values: _Values) -> None:
-    """Refuse a model with a part that no plan counts.
-
-    Args:
-        name: name of the model, for the message.
-        values: the values of its config.json.
-
-    Raises:
-        ConfigError: it has such a part; names the option that says so.
-    """
+    """Refuse a model with a part that no plan counts."""
     inner = values.get("text_config")
     for found in (values, inner if isinstance(inner, Mapping) else {}):
         part = _part(found)

@@ -67,9 +67,7 @@ def _verdict(best: Candidate, other: Candidate) -> str:
 
 def _grown(before: StepSeconds, after: StepSeconds) -> str:
     """Name of the part of a step that grew most."""
-    return max(
-        (f.name for f in fields(after)), key=lambda n: getattr(after, n) - getattr(before, n)
-    )
+    return max((f.name for f in fields(after)), key=lambda n: getattr(after, n) - getattr(before, n))
 
 
 def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
@@ -95,9 +93,7 @@ def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
         if checkpointing != layout.checkpointing:
             yield _RECOMPUTED[checkpointing], replace(layout, checkpointing=checkpointing)
     if layout.accumulation % 2 == 0:
-        doubled = replace(
-            layout, micro_batch=2 * layout.micro_batch, accumulation=layout.accumulation // 2
-        )
+        doubled = replace(layout, micro_batch=2 * layout.micro_batch, accumulation=layout.accumulation // 2)
         yield f"micro-batch of {doubled.micro_batch} sequences per rank", doubled
     if not layout.offload and layout.zero_stage > 1 and problem.host_bytes:
         yield "offload", replace(layout, offload=True)

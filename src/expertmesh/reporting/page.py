@@ -50,16 +50,14 @@ def report(*runs: str | Path, page: str | Path | None = None) -> Path:
 
 
 def write_page(
-    runs: Sequence[str | Path],
-    page: str | Path | None,
+    runs: Sequence[str | Path],  # see `report`
+    page: str | Path | None,  # see `report`
     *,
     sample: Callable[[str | Path], Tokens],
 ) -> Path:
     """Write the page of `report`, with samples from a given function.
 
     Args:
-        runs: see `report`.
-        page: see `report`.
         sample: returns the sample of a run; ConfigError and CheckpointError say why there is none.
     """
     if not runs:
@@ -80,11 +78,7 @@ def write_page(
 
 
 def find_plotly() -> None:
-    """Check that plotly is installed.
-
-    Raises:
-        ConfigError: plotly is missing.
-    """
+    """Check that plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
         raise ConfigError("the page needs the package plotly; install it with: pip install plotly")
 

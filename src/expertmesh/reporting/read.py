@@ -1,4 +1,5 @@
-"""Data of a run as plain values for the page; the run may be finished, interrupted, diverged, dense or without a checkpoint."""
+"""Data of a run as plain values for the page; the run may be finished, interrupted, diverged, dense or without a
+checkpoint."""
 
 import json
 import os
@@ -13,19 +14,13 @@ from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
 
 MOST_POINTS = 1500
-"""Largest number of drawn points, within a factor of two: in a longer run every n-th step is drawn, and every evaluation."""
+"""Largest number of drawn points, within a factor of two: in a longer run every n-th step is drawn, and every
+evaluation."""
 _CURVES = ("loss", "lr", "grad_norm", "load_imbalance", "dropped_fraction", "dead_experts")
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """Read a run as plain values for the page.
-
-    Args:
-        path: the run directory; neither a checkpoint nor the data is needed.
-
-    Raises:
-        ConfigError: this is no run directory.
-    """
+    """Read a run as plain values for the page."""
     folder = RunDir(path)
     config, recipe = folder.read_values()
     lines = read_metrics(folder.metrics)
@@ -98,9 +93,7 @@ def _experts(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
         "step": [line["step"] for line in lines],
         "sizes": sizes,
         "load": [over_mean(i, e) for i in layers for e in range(sizes[i])],
-        "dropped": [
-            [round(d / n, 4) for d, n in zip(dropped[i], rows[i], strict=True)] for i in layers
-        ],
+        "dropped": [[round(d / n, 4) for d, n in zip(dropped[i], rows[i], strict=True)] for i in layers],
         "dead": [[line["counts"][i].count(0) for line in lines] for i in layers],
         "entropy": [[line["entropy"][i] for line in lines] for i in layers],
         "last": [
@@ -123,12 +116,11 @@ def _by_position(lines: list[dict[str, Any]], num_layers: int) -> list[list[floa
 
 
 def _by_label(lines: list[dict[str, Any]], sizes: list[int]) -> dict[str, list[float]]:
-    """Rows of each expert relative to the mean, layer after layer, for each kind of sample, over the last quarter of the records."""
+    """Rows of each expert relative to the mean, layer after layer, for each kind of sample, over the last quarter of
+    the records."""
     found: dict[str, list[float]] = {}
     for label in lines[-1].get("counts_by_label", {}):
-        uses = [
-            line.get("counts_by_label", {}) for line in lines
-        ]  # places may have moved meanwhile
+        uses = [line.get("counts_by_label", {}) for line in lines]  # places may have moved meanwhile
         each = [use[label] for use in uses if label in use]
         for layer, size in enumerate(sizes):
             rows = [sum(use[layer][expert] for use in each) for expert in range(size)]

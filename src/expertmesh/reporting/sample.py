@@ -39,7 +39,6 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     """Experts that every layer chooses for every token of a text, and their routing weights.
 
     Args:
-        model: a language model; evaluation mode.
         ids: tokens, at least one.
 
     Returns:
@@ -53,26 +52,15 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     found = []
     for num_experts, stats in layers:
         chosen = zip(stats.topk_expert_ids_TK.tolist(), stats.topk_weights_TK.tolist(), strict=True)
-        found.append(
-            [
-                [(e, round(w, 3)) for e, w in zip(*one, strict=True) if e < num_experts]
-                for one in chosen
-            ]
-        )
+        found.append([[(e, round(w, 3)) for e, w in zip(*one, strict=True) if e < num_experts] for one in chosen])
     return found
 
 
 def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
     """Sample text from the run's newest model, generated without a prompt.
 
-    Args:
-        opened: a run's model, of a family that generates text.
-
     Returns:
         For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] for an encoder-decoder.
-
-    Raises:
-        CheckpointError: the tokenizer or the weights are missing or damaged.
     """
     model = opened.decoder
     if isinstance(model, EncoderDecoder):

@@ -19,18 +19,10 @@ _PROMPT_TOKENS = 16
 """Tokens of a prompt that is the beginning of a text, not of a conversation."""
 
 
-def training_samples(
-    task: Task, model: nn.Module, data: Data, precision: Precision
-) -> Sequence[Mapping[str, Any]]:
+def training_samples(task: Task, model: nn.Module, data: Data, precision: Precision) -> Sequence[Mapping[str, Any]]:
     """Answers of the last step where the task samples; else greedy answers of a model to the first validation prompts.
 
     No random number is drawn.
-
-    Args:
-        task: task of the run, of a family that generates text.
-        model: the model; its mode is restored.
-        data: data of the run.
-        precision: device and dtype.
 
     Returns:
         For each sample its "prompt" and "text"; [] for an encoder-decoder.

@@ -13,25 +13,15 @@ from expertmesh.objectives import policy_gradient
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """An answer of a rollout with its reward; plain values, which ranks exchange.
-
-    Attributes:
-        prompt_ids: token ids of the prompt.
-        token_ids: token ids of the answer, with the one that ended it.
-        logprobs: log-probabilities of these tokens when they were drawn.
-        is_cut: whether `rl.max_tokens` ended it.
-        experts: (tokens - 1, MoE layers, K) chosen experts; None: they are not replayed.
-        reward: its reward.
-        values: values of the reward functions by name; None where one does not apply.
-        text: its text.
-    """
+    """An answer of a rollout with its reward; plain values, which ranks exchange."""
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    is_cut: bool
-    experts: Tensor | None
+    token_ids: tuple[int, ...]  # token ids of the answer, with the one that ended it
+    logprobs: tuple[float, ...]  # log-probabilities of these tokens when they were drawn
+    is_cut: bool  # whether `rl.max_tokens` ended it
+    experts: Tensor | None  # (tokens - 1, MoE layers, K) chosen experts; None: they are not replayed
     reward: float
+    # values of the reward functions by name; None where one does not apply
     values: Mapping[str, float | None] = field(default_factory=dict)
     text: str = ""
 
@@ -54,21 +44,14 @@ class DrawnAnswer:
 
 
 def batch_of_answers(
-    answers: Sequence[DrawnAnswer],
-    rl: RLConfig,
+    answers: Sequence[DrawnAnswer],  # B * G answers
+    rl: RLConfig,  # options
     *,
-    num_updates: int,
-    dtype: torch.dtype,
-    multiple: int = 1,
+    num_updates: int,  # optimizer steps among which the prompts are split
+    dtype: torch.dtype,  # dtype of log-probabilities, FP32 or FP64
+    multiple: int = 1,  # number that divides S, as ranks that share sequences need
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Tensors of the answers of a step, neighbours being the answers to one prompt; B prompts, G answers each.
-
-    Args:
-        answers: B * G answers.
-        rl: options.
-        num_updates: optimizer steps among which the prompts are split.
-        dtype: dtype of log-probabilities, FP32 or FP64.
-        multiple: number that divides S, as ranks that share sequences need.
 
     Returns:
         Inputs and next tokens, (B, G, S) int64, and by name: `is_token` (B, G, S) bool, False for padding; `counts`

@@ -15,11 +15,6 @@ from expertmesh.runs.run_dir import find_model
 
 class Reference:
     """The weights that a run begins with: the model's own without its adapters, or a second copy, placed as the model is.
-
-    Args:
-        config: configuration of the run.
-        model: the model, in evaluation mode; learned or not.
-        ranks: the ranks, all of which call.
     """
 
     def __init__(self, config: GPTRunConfig, model: nn.Module, ranks: Ranks) -> None:

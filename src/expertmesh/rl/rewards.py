@@ -28,19 +28,12 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function that rewards answers.
+    """A function that rewards answers."""
 
-    Attributes:
-        name: its name in measures.
-        function: called with keywords; returns one number, or None, per answer.
-        weight: factor of its values in the reward.
-        digest: digest of its source; "" for functions of this package.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    weight: float = 1.0
-    digest: str = ""
+    name: str  # its name in measures
+    function: Callable[..., Any]  # called with keywords; returns one number, or None, per answer
+    weight: float = 1.0  # factor of its values in the reward
+    digest: str = ""  # digest of its source; "" for functions of this package
 
     @property
     def where(self) -> str:
@@ -55,34 +48,21 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Answered:
-    """Answers to be rewarded, G to each prompt, neighbours.
+    """Answers to be rewarded, G to each prompt, neighbours."""
 
-    Attributes:
-        prompts: prompt of each answer as the data have it: a text, or messages.
-        completions: answers in the form of the prompt: texts, or messages of the assistant.
-        completion_ids: token ids of each answer.
-        columns: other columns of the data by name, a value per answer.
-        where: place of each answer's prompt in the data.
-        state: state of the run: `global_step`, from 0.
-    """
-
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
+    prompts: Sequence[Any]  # prompt of each answer as the data have it: a text, or messages
+    completions: Sequence[Any]  # answers in the form of the prompt: texts, or messages of the assistant
     completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
-    where: Sequence[str]
-    state: Any = None
+    columns: Mapping[str, Sequence[Any]]  # other columns of the data by name, a value per answer
+    where: Sequence[str]  # place of each answer's prompt in the data
+    state: Any = None  # state of the run: `global_step`, from 0
 
 
 def find_rewards(specs: Sequence[str], *, forbidden: Path | None = None) -> list[RewardFunction]:
     """Reward functions by their names in `reward.functions`; files are imported, once per process.
 
     Args:
-        specs: names.
         forbidden: folder of a model, whose code is never run.
-
-    Raises:
-        ConfigError: there are none, two have one name, a weight is no number, or a function cannot be imported.
     """
     if not specs:
         fix = "name one: FILE.py:NAME, package.module:NAME, exact or number"
@@ -179,23 +159,16 @@ def rewarded(
     functions: Sequence[RewardFunction],
     answered: Answered,
     *,
-    timeout: float,
+    timeout: float,  # maximum seconds of all calls
     log: Callable[[str, float], None] = lambda name, value: None,
 ) -> dict[str, list[float | None]]:
     """Values of every function for every answer, by the functions' names; async functions run together.
 
     Args:
-        functions: the functions.
-        answered: the answers.
-        timeout: maximum seconds of all calls.
         log: called with name and value of a measure that a function logs (`log_metric`).
 
     Returns:
         For each function one number per answer, or None where it does not apply.
-
-    Raises:
-        ConfigError: a function raised, took too long, or returned something else; names its file and line, and the
-            prompt.
     """
     found: dict[str, Any] = {}
     errors: list[BaseException] = []
@@ -232,15 +205,7 @@ def rewarded(
 
 
 def check_columns(functions: Sequence[RewardFunction], columns: Collection[str]) -> None:
-    """Check, before an answer is written, that functions get what they ask for by name, and data what they name.
-
-    Args:
-        functions: the functions.
-        columns: names of the data's columns.
-
-    Raises:
-        ConfigError: a function needs a column that there is not, or a column has the name of another keyword.
-    """
+    """Check, before an answer is written, that functions get what they ask for by name, and data what they name."""
     if hidden := sorted(_KEYWORDS & set(columns)):
         raise ConfigError(
             f"{named('data.path')}: has a column {hidden[0]!r}, which reward functions know as something else; rename the column"
@@ -321,11 +286,7 @@ def total(
     values: Mapping[str, Sequence[float | None]],
     answered: Answered,
 ) -> list[float]:
-    """Reward of every answer: sum of weight x value over the functions that apply.
-
-    Raises:
-        ConfigError: no function applies to an answer.
-    """
+    """Reward of every answer: sum of weight x value over the functions that apply."""
     found = []
     for place, where in enumerate(answered.where):
         each = [(one.weight, values[one.name][place]) for one in functions]

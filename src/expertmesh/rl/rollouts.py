@@ -20,27 +20,17 @@ def seed_of_row(seed: int, step: int, row: int) -> int:
 
 
 def roll_out(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    rl: RLConfig,
+    model: Any,  # the model in evaluation mode, in its own tensors; under autocast the engine computes as training does
+    prompts: Sequence[Sequence[int]],  # token ids
+    rl: RLConfig,  # options
     *,
-    ends: Sequence[int],
-    seeds: Sequence[int] | None,
+    ends: Sequence[int],  # tokens that end an answer
+    seeds: Sequence[int] | None,  # seed of each prompt, for `rl.group` sampled answers; None: one greedy answer to each
 ) -> list[RequestOutput]:
     """Answers to prompts; keys and values are freed on return.
 
-    Args:
-        model: the model in evaluation mode, in its own tensors; under autocast the engine computes as training does.
-        prompts: token ids.
-        rl: options.
-        ends: tokens that end an answer.
-        seeds: seed of each prompt, for `rl.group` sampled answers; None: one greedy answer to each.
-
     Returns:
         The answers of the first prompt, then of the next, and so on.
-
-    Raises:
-        TrainingDivergedError: logits are not finite.
     """
     if not prompts:
         return []

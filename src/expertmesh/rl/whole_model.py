@@ -20,7 +20,6 @@ def whole_model(model: nn.Module, builder: ModelBuilder, ranks: Ranks) -> Iterat
 
     Args:
         model: the placed model.
-        builder: its builder.
         ranks: the ranks that share it; all must call, and each holds a copy.
     """
     if ranks.world is None:

@@ -1,4 +1,5 @@
-"""Type, library, kernels and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a clock, kept with the run.
+"""Type, library, kernels and threads of a run's computation on a CPU: chosen by instructions and sizes, never by a
+clock, kept with the run.
 
 They change bits, so equal commands on one kind of machine need equal choices, however busy it is. BF16 is chosen
 where AMX multiplies it: with BF16 instructions and without AMX a processor multiplies FP32 faster, and small products
@@ -27,7 +28,8 @@ LEAST_FOR_AMX = 1 << 24
 """Multiply-adds from which AMX saves more time than casts to BF16 cost; the mean over a step's multiply-adds counts."""
 
 _OF_TWO_THREADS = 1 << 24
-"""Multiply-adds of a product that two threads multiply faster than one by more than a tenth, other operations included."""
+"""Multiply-adds of a product that two threads multiply faster than one by more than a tenth, other operations
+included."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,15 @@ class Arithmetic:
     """Device, type, library and threads of a run's computation.
 
     Attributes:
-        device: "cpu" or "cuda".
-        dtype: the type of matrix products.
-        library: the library that multiplies FP32 on a CPU.
-        reason: why "auto" is this type, in a few words; empty: the type was given.
-        threads: threads of the run on a CPU; None: a run of an old version, which did not record them.
-        kernels: name of the kernels for CPUs that the run last computed by, see `ops.backend.cpu_kernels`; None: on a GPU, or not
-            recorded by an old version.
+        kernels: name of the kernels for CPUs that the run last computed by, see `ops.backend.cpu_kernels`; None: on a
+            GPU, or not recorded by an old version.
     """
 
-    device: str
-    dtype: str
-    library: Library
-    reason: str = ""
-    threads: int | None = None
+    device: str  # "cpu" or "cuda"
+    dtype: str  # the type of matrix products
+    library: Library  # the library that multiplies FP32 on a CPU
+    reason: str = ""  # why "auto" is this type, in a few words; empty: the type was given
+    threads: int | None = None  # threads of the run on a CPU; None: a run of an old version, which did not record them
     kernels: str | None = None
 
 
@@ -56,7 +53,6 @@ def chosen(products: Sequence[Product], *, has_amx: bool | None = None) -> Arith
     """The choice of `auto` on this CPU: BF16 where AMX multiplies products of this size faster, else FP32.
 
     Args:
-        products: products that dominate a step; empty: `USUAL_PRODUCTS`.
         has_amx: whether the processor has AMX; None: ask it.
     """
     products = products or USUAL_PRODUCTS
@@ -76,9 +72,6 @@ def threads_for(products: Sequence[Product]) -> int:
     """Number of threads for products: the square root of their mean size, in products that need two.
 
     N threads take 1 / N of the multiplication, and waiting for N threads grows with N; the sum is least at such a root.
-
-    Args:
-        products: products that dominate a step; empty: `USUAL_PRODUCTS`.
     """
     products = products or USUAL_PRODUCTS
     count = sum(p.count for p in products)
@@ -87,11 +80,7 @@ def threads_for(products: Sequence[Product]) -> int:
 
 
 def read_arithmetic(path: Path) -> Arithmetic | None:
-    """A run's `Arithmetic`, read from its file; None if there is none.
-
-    Raises:
-        ConfigError: the file is unreadable.
-    """
+    """A run's `Arithmetic`, read from its file; None if there is none."""
     try:
         values = parse_json(path.read_bytes())
         values.pop("seconds", None)  # older runs measured

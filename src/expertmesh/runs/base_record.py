@@ -19,11 +19,7 @@ _WORDS = ("*.json", "*.safetensors")
 
 
 def base_record(base: Any) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to.
-
-    Args:
-        base: the `Run`, with its weights.
-    """
+    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to."""
     weights = base.checkpoint
     found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
     return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
@@ -45,16 +41,7 @@ def digest_of(weights: Path) -> str:
 
 
 def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
-    """Check that adapters are continued on the weights that they were trained on.
-
-    Args:
-        saved: record in the checkpoint.
-        own: record of the run that continues.
-        where: the checkpoint, for errors.
-
-    Raises:
-        ConfigError: they are others.
-    """
+    """Check that adapters are continued on the weights that they were trained on."""
     before = _record(saved, where=where)
     if before["digest"] != own["digest"]:
         raise ConfigError(
@@ -73,37 +60,23 @@ def check_same_base(saved: Any, own: Mapping[str, str], *, where: Path) -> None:
 
 
 class BaseRecord(NamedTuple):
-    """Base of a checkpoint's adapters.
-
-    Attributes:
-        path: its folder.
-        weights: its checkpoint, or the folder.
-        rounds: format that its experts were rounded to for the training; None: as they are.
-        config: options of the adapters.
-    """
+    """Base of a checkpoint's adapters."""
 
     path: Path
-    weights: Path
-    rounds: ExpertFormat | None
-    config: AdapterConfig
+    weights: Path  # its checkpoint, or the folder
+    rounds: ExpertFormat | None  # format that its experts were rounded to for the training; None: as they are
+    config: AdapterConfig  # options of the adapters
 
 
 def read_record(checkpoint: Path) -> BaseRecord | None:
-    """The base of a checkpoint's adapters; None: all weights are in the checkpoint.
-
-    Raises:
-        ConfigError: there is no such base any more.
-        CheckpointError: it has changed.
-    """
+    """The base of a checkpoint's adapters; None: all weights are in the checkpoint."""
     values = read_state(checkpoint)
     if BASE not in values:
         return None
     record = _record(values[BASE], where=checkpoint)
     weights = Path(record["weights"])
     if not weights.is_dir():
-        raise ConfigError(
-            f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place"
-        )
+        raise ConfigError(f"{checkpoint}: has adapters for {weights}, which is gone; bring it back to this place")
     if digest_of(weights) != record["digest"]:
         raise CheckpointError(
             f"{checkpoint}: has adapters for {weights}, which has changed since; restore it from a copy"
@@ -118,7 +91,5 @@ def read_record(checkpoint: Path) -> BaseRecord | None:
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:
     names = ("path", "weights", "digest")
     if not isinstance(saved, Mapping) or not all(isinstance(saved.get(n), str) for n in names):
-        raise CheckpointError(
-            f"{where}: does not say which base its adapters are for; choose another"
-        )
+        raise CheckpointError(f"{where}: does not say which base its adapters are for; choose another")
     return saved

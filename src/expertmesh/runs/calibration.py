@@ -1,8 +1,8 @@
 """Calibration of expert quantisation: statistics of the experts' inputs on a text, which weigh errors in each column.
 
-Rounding makes an error sum_k x_k dw_k in an output, whose mean square is sum_kl E[x_k x_l] dw_k dw_l. Scales are chosen for squared
-errors weighted by E[x_k^2] (the idea of activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978, without changing other
-weights). With memory for all E[x_k x_l], later columns compensate the errors of earlier ones.
+Rounding makes an error sum_k x_k dw_k in an output, whose mean square is sum_kl E[x_k x_l] dw_k dw_l. Scales are chosen
+for squared errors weighted by E[x_k^2] (the idea of activation-aware quantisation, Lin et al. 2023, arXiv 2306.00978,
+without changing other weights). With memory for all E[x_k x_l], later columns compensate the errors of earlier ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,14 +42,12 @@ def importance_of(
 ) -> Mapping[str, Tensor]:
     """Mean squares of the inputs of each expert column, or mean products of all pairs of columns.
 
-    `text` is a text of the kind that the model will read, or a JSON file of texts, packed or not. Beyond `most_bytes` for all
-    mean products, mean squares are returned. `on_read` is told the precision once the text is known to be long enough.
+    `text` is a text of the kind that the model will read, or a JSON file of texts, packed or not. Beyond `most_bytes`
+    for all mean products, mean squares are returned. `on_read` is told the precision once the text is known to be long
+    enough.
 
     Returns:
         (E, D) and (E, F), or (E, D, D) and (E, F, F), by the names of w_in and w_out in the state dict.
-
-    Raises:
-        ConfigError: the file is no text, or has fewer tokens than a sequence.
     """
     config: Any = opened.run.config
     length: int = min(config.data.seq_len, config.model.max_seq_len)
@@ -101,20 +99,14 @@ def importance_of(
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Texts of a file: the records of a JSON file, or the whole of another one.
-
-    Raises:
-        ConfigError: the file holds conversations, or is a table.
-    """
+    """Texts of a file: the records of a JSON file, or the whole of another one."""
     ending = ending_of(path.name)
     if ending is None:
         yield TextFile(path)()
         return
     rows = rows_of(path, Reading()) if ending in JSON else None
     if rows is None:
-        raise ConfigError(
-            "calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON"
-        )
+        raise ConfigError("calibration", path, f"ends in {ending}, which is not read here", "name a text, or JSON")
     for row in rows:
         if row.kind != TEXT:
             raise ConfigError("calibration", path, f"holds a {row.kind}", "name a file of texts")

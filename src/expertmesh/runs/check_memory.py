@@ -17,20 +17,8 @@ FAR = 4
 """Ratio of estimated need to memory beyond which a model is refused; less may still run, since a system may swap."""
 
 
-def check_weights(
-    family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
-) -> None:
-    """Refuse a trained model whose weights alone are far beyond the memory, before it is built.
-
-    Args:
-        family: family of the model, which knows its costs; without known costs a model passes.
-        config: configuration of its run.
-        device: device of the computation.
-        num_ranks: ranks that may share the weights.
-
-    Raises:
-        ConfigError: the model is too large; names the option that makes it so.
-    """
+def check_weights(family: Family, config: RunConfig, device: torch.device, *, num_ranks: int) -> None:
+    """Refuse a trained model whose weights alone are far beyond the memory, before it is built."""
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     costs = family.costs_of(alone, num_ranks=1, dtype="float32")
     if costs is None:
@@ -40,7 +28,8 @@ def check_weights(
     if needed > FAR * memory:
         raise ConfigError(
             *largest_size(family, config),
-            f"too large for memory: {costs.parameters:,} parameters take {needed / 2**30:,.1f} GiB in BF16, and there are"
+            f"too large for memory: {costs.parameters:,} parameters take {needed / 2**30:,.1f} GiB in BF16, and there "
+            "are"
             f" {memory / 2**30:,.1f} GiB",
             "if the file is damaged, restore it from a copy; else use more ranks or a larger machine",
         )

@@ -32,8 +32,8 @@ def with_data(run: Run, given: Sequence[str] | None = None) -> Run:
     """A run whose data can be read from any folder.
 
     Args:
-        run: the run. Its relative paths are of an older version: they are read from the current folder, or from the one that the
-            run was trained in, which its own path tells.
+        run: the run. Its relative paths are of an older version: they are read from the current folder, or from the one
+            that the run was trained in, which its own path tells.
         given: data.path, for data that were moved; None: the run's own.
     """
     if given:

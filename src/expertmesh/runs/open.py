@@ -1,7 +1,7 @@
 """Opening of models from folders: runs of ours, models of the hub, and quantised folders.
 
-`find_model` describes a folder and reads no weights; `open_model` makes the model. Training places models itself and takes
-only the weights, by `Run.load_into`.
+`find_model` describes a folder and reads no weights; `open_model` makes the model. Training places models itself and
+takes only the weights, by `Run.load_into`.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,30 +35,20 @@ from expertmesh.runs.precision import (
 )
 from expertmesh.runs.quantized import PackedExperts, put_quantized
 from expertmesh.runs.run_dir import TOKENIZER, Run, find_model
-from expertmesh.text.format import TextFormat, text_format, told_by_files
+from expertmesh.text.format import TextFormat, options_of_files, text_format
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model in this process. `model, tokenizer = loaded` takes the two apart.
+    """A trained model in this process. `model, tokenizer = loaded` takes the two apart."""
 
-    Attributes:
-        run: the folder: path, configuration, family.
-        task: the family's task for its configuration.
-        model: the model in evaluation mode, with weights of the folder in their stored type.
-        tokenizer: tokenizer of the folder; None for families that read no text.
-        precision: device and types of its computation; weights in BF16 or FP16 compute in their type.
-        ranks: ranks that have parts of the model; all make the same calls.
-        shared: `EngineRanks`, by which the ranks of an engine share the model; None: they do not.
-    """
-
-    run: Run
-    task: Task
-    model: nn.Module
-    tokenizer: Tokenizer | None
-    precision: Precision
-    ranks: Ranks
-    shared: Any = None
+    run: Run  # the folder: path, configuration, family
+    task: Task  # the family's task for its configuration
+    model: nn.Module  # the model in evaluation mode, with weights of the folder in their stored type
+    tokenizer: Tokenizer | None  # tokenizer of the folder; None for families that read no text
+    precision: Precision  # device and types of its computation; weights in BF16 or FP16 compute in their type
+    ranks: Ranks  # ranks that have parts of the model; all make the same calls
+    shared: Any = None  # `EngineRanks`, by which the ranks of an engine share the model; None: they do not
 
     def __iter__(self) -> Iterator[Any]:
         """Model and tokenizer."""
@@ -66,33 +56,24 @@ class LoadedModel:
 
     @cached_property
     def decoder(self) -> Any:
-        """The model's interface for generation: a `CausalLM`, or an `EncoderDecoder` for a family that translates.
-
-        Raises:
-            ConfigError: models of its family generate no text.
-        """
+        """The model's interface for generation: a `CausalLM`, or an `EncoderDecoder` for a family that translates."""
         return self.task.builder.decoder(self.model)
 
     @cached_property
     def text(self) -> TextFormat:
-        """The model's text format: its tokenizer, special tokens and chat template.
-
-        Raises:
-            ConfigError: models of its family generate no text, or files beside the tokenizer are damaged.
-            CheckpointError: the tokenizer is missing or damaged.
-        """
+        """The model's text format: its tokenizer, special tokens and chat template."""
         tokenizer = self.run.load_tokenizer() if self.tokenizer is None else self.tokenizer
         return text_format(tokenizer, self.run.path / TOKENIZER, model=self.decoder)
 
 
 def open_model(
-    source: str | Path | Run,
+    source: str | Path | Run,  # the folder, see `find_model`; or the `Run` that it returned, perhaps changed
     *,
-    family: Family | None = None,
+    family: Family | None = None,  # see `find_model`
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
-    es_degree: int | None = None,
+    es_degree: int | None = None,  # slices of each expert, see `spread_for_inference`
     for_autocast: bool = False,
     is_placed: bool = False,
     slots: "Slots | None" = None,
@@ -101,23 +82,19 @@ def open_model(
     """Build the model of a folder and load its weights. The ranks share the comparison of checksums.
 
     Args:
-        source: the folder, see `find_model`; or the `Run` that it returned, perhaps changed.
-        family: see `find_model`.
         device: device of the computation, see `device_of`; None: the device of the training.
-        dtype: type of weights and products (routers keep FP32); None: the type of the files; a run's products have the type of its training.
-        ranks: ranks that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
-        es_degree: slices of each expert, see `spread_for_inference`.
-        for_autocast: whether the model will only be used under `precision.autocast()`. Experts are then kept in that type, with
-            the same results, instead of being cast in each call.
-        is_placed: spread the model over the ranks by `parallel` of its configuration, as in training; its tokenizer is not read.
-        slots: keep experts in the files and copy those that tokens choose to the device; None: all experts are on the device.
-        share: function that cuts the model for the ranks by `expertmesh.parallel.serving`, before it has weights, in place of
-            `spread_for_inference`.
-
-    Raises:
-        ConfigError: the folder holds no model, this machine lacks the device or type, or the ranks do not fit its layers.
-        CheckpointError: there are no usable weights, or no tokenizer.
-        PeerError: another rank failed.
+        dtype: type of weights and products (routers keep FP32); None: the type of the files; a run's products have the
+            type of its training.
+        ranks: ranks that run the model together, see `spread_for_inference`; every rank must call. None: this process
+            alone.
+        for_autocast: whether the model will only be used under `precision.autocast()`. Experts are then kept in that
+            type, with the same results, instead of being cast in each call.
+        is_placed: spread the model over the ranks by `parallel` of its configuration, as in training; its tokenizer is
+            not read.
+        slots: keep experts in the files and copy those that tokens choose to the device; None: all experts are on the
+            device.
+        share: function that cuts the model for the ranks by `expertmesh.parallel.serving`, before it has weights, in
+            place of `spread_for_inference`.
     """
     plan = _OpenPlan(
         Ranks() if ranks is None else ranks,
@@ -196,10 +173,11 @@ def _open(plan: _OpenPlan) -> _OpenPlan:
     is_packed = isinstance(plan.weights, PackedExperts)
     if (is_packed or plan.slots is not None) and ranks.size > 1 and plan.share is None:
         raise ConfigError(
-            f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an engine; give"
+            f"{run.path}: is {'quantised' if is_packed else 'given expert slots'}, and ranks share such experts in an "
+            "engine; give"
             " em.Engine(..., parallel=), or open the model as it was trained"
         )
-    plan.task = run.family.open_task(_with_told_ids(run, plan.tokenizer))
+    plan.task = run.family.open_task(_with_ids_of_files(run, plan.tokenizer))
     if not is_packed and plan.slots is None:
         check_weights(run.family, run.config, plan.device, num_ranks=ranks.size)
     if plan.is_placed:
@@ -248,26 +226,19 @@ def _prepare(model: nn.Module, plan: _OpenPlan) -> None:
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:
-    """Device for using a model.
-
-    Args:
-        run: the model's folder.
-        device: auto, cpu, cuda or cuda:N; None: the device of the training.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Device for using a model. `device`: auto, cpu, cuda or cuda:N; None: the device of the training."""
     name = run.config.train.device if device is None else str(device)
     return resolve_device(name, option="device")
 
 
-def _with_told_ids(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
-    """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs lack."""
+def _with_ids_of_files(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
+    """The run's configuration, with `end_ids` and `start_ids` from the files beside the tokenizer, which old runs
+    lack."""
     config = run.config.model_copy(update={"adapter": AdapterConfig()})  # merged into its weights
     model: Any = getattr(config, "model", None)
     if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
         return config
-    told = told_by_files(run.path / TOKENIZER, tokenizer)
+    told = options_of_files(run.path / TOKENIZER, tokenizer)
     ends, start = (*model.end_ids, *told.get("end_ids", ())), model.start_ids
     changes = {
         "model.end_ids": tuple(dict.fromkeys(ends)),
@@ -282,7 +253,8 @@ def _precision_of(
     device: torch.device,
     known: Arithmetic | None,
 ) -> Precision:
-    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32 routers."""
+    """The given type, or the training's, or the narrowest of stored weights: converted runs have BF16 beside FP32
+    routers."""
     if dtype is not None:
         return plain_precision(dtype, device, "as asked for")
     if isinstance(weights, PackedExperts):

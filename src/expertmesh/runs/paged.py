@@ -21,15 +21,10 @@ def put_slots(
     """Put the routed experts of a model on the meta device into slots, of each layer `num_slots` on a rank.
 
     Experts of the next layer are fetched while a layer computes with `fetch_ahead`; None: unless the device is a CPU.
-
-    Raises:
-        ConfigError: a layer has fewer experts on a rank than slots, or the model has no experts.
     """
     layers = list(grouped_layers(model))
     if not layers:
-        raise ConfigError(
-            "expert_slots", num_slots, "the model has no routed experts", "leave it out"
-        )
+        raise ConfigError("expert_slots", num_slots, "the model has no routed experts", "leave it out")
     fewest = min(experts.num_experts for _, _, experts in layers)
     if num_slots > fewest:
         is_cut = any(experts.num_experts < layer.num_experts for _, layer, experts in layers)

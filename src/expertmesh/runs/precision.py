@@ -33,17 +33,14 @@ class Precision:
     """Device and types of computation and parameters.
 
     Attributes:
-        device: device of the computation.
-        compute_dtype: the type of matrix multiplications.
-        master_dtype: the type of parameters and optimizer state: FP64 for float64, else FP32; in inference, the type of the weights in
-            the checkpoint.
-        arithmetic: the underlying choice, to be kept with the run.
+        master_dtype: the type of parameters and optimizer state: FP64 for float64, else FP32; in inference, the type of
+            the weights in the checkpoint.
     """
 
-    device: torch.device
-    compute_dtype: torch.dtype
+    device: torch.device  # device of the computation
+    compute_dtype: torch.dtype  # the type of matrix multiplications
     master_dtype: torch.dtype
-    arithmetic: Arithmetic
+    arithmetic: Arithmetic  # the underlying choice, to be kept with the run
 
     @classmethod
     def of(cls, device: torch.device, arithmetic: Arithmetic) -> "Precision":
@@ -74,11 +71,7 @@ class Precision:
         return multiplying_by(self.arithmetic.library)
 
     def scaler(self, ranks: Ranks | None = None) -> LossScaler:
-        """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients.
-
-        Args:
-            ranks: ranks over which gradients are sharded; None: this process alone.
-        """
+        """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients."""
         is_needed = self.compute_dtype == torch.float16
         return LossScaler(self.device.type, enabled=is_needed, ranks=ranks)
 
@@ -89,12 +82,8 @@ def resolve_precision(
     """The precision of a training run; "auto" becomes the recorded choice, or else the rule of `runs.arithmetic`.
 
     Args:
-        config: the config of the run.
         products: products that dominate a step of its model; empty: usual ones.
         record: the run's file of its arithmetic; used if it exists and is of the same kind of device.
-
-    Raises:
-        ConfigError: a GPU is asked for and there is none, or the record is unreadable.
     """
     device = resolve_device(config.device)
     found = None if record is None else read_arithmetic(record)
@@ -108,7 +97,8 @@ def resolve_precision(
 def settle_precision(
     config: TrainConfig, *, products: Sequence[Product] = (), record: Path, is_exact: bool = False
 ) -> Precision:
-    """`resolve_precision`, and write its choice to the record, with the kernels for CPUs; for one rank, which tells the others.
+    """`resolve_precision`, and write its choice to the record, with the kernels for CPUs; for one rank, which tells the
+    others.
 
     Says so where an exact run (`is_exact`) goes on by other kernels than it began with.
     """
@@ -144,11 +134,7 @@ def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -
 
 
 def trained_precision(record: Path, config: TrainConfig, device: torch.device) -> Precision | None:
-    """The precision that a run was trained in, on any device; None: neither its record nor its config says.
-
-    Raises:
-        ConfigError: the record is unreadable.
-    """
+    """The precision that a run was trained in, on any device; None: neither its record nor its config says."""
     found = read_arithmetic(record)
     if found is None and config.dtype == "auto":
         return None
@@ -166,15 +152,7 @@ def plain_precision(dtype: torch.dtype, device: torch.device, reason: str = "") 
 
 
 def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
-    """The device of a name: auto, cpu, cuda or cuda:N.
-
-    Args:
-        name: name of the device.
-        option: option of the name, for messages.
-
-    Raises:
-        ConfigError: the name is none of these, or a GPU that this machine lacks.
-    """
+    """The device of a name: auto, cpu, cuda or cuda:N."""
     if not is_device(name):
         raise ConfigError(option, name, DEVICE_RULE, "for example cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -28,12 +28,7 @@ REPORT = "quantization.json"
 
 
 def open_quantized(folder: Path, config: Any) -> QuantizedModel:
-    """The weights of a quantised folder, with the configuration of its run, of family gpt.
-
-    Raises:
-        ConfigError: config.json has no quantisation that can be read.
-        CheckpointError: a tensor does not fit.
-    """
+    """The weights of a quantised folder, with the configuration of its run, of family gpt."""
     values = quantization_of(folder)
     assert values is not None
     scheme = scheme_of(values, folder)
@@ -49,16 +44,13 @@ def open_quantized(folder: Path, config: Any) -> QuantizedModel:
 
 
 def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """Type of a quantised folder's unquantised tensors and of its products.
-
-    Raises:
-        ConfigError: config.json has no type that can be read.
-    """
+    """Type of a quantised folder's unquantised tensors and of its products."""
     name = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise the model again"
+            f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise "
+            "the model again"
         )
     result: torch.dtype = dtype
     return result

@@ -49,11 +49,7 @@ _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers")
 
 
 class RunDir:
-    """Paths in a run directory, and the checks on opening it.
-
-    Args:
-        path: the folder; made by `locked`.
-    """
+    """Paths in a run directory, and the checks on opening it. `path`: the folder; made by `locked`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = expanded(path)
@@ -74,10 +70,8 @@ class RunDir:
     def locked(self) -> Iterator[None]:
         """Context that locks the directory for this process. The system drops the lock when the process dies.
 
-        Files created inside the context are deleted on exit unless `write_description` was called, so a refused run leaves nothing.
-
-        Raises:
-            ConfigError: another process holds the lock, or the path is no folder that can be made.
+        Files created inside the context are deleted on exit unless `write_description` was called, so a refused run
+        leaves nothing.
         """
         files = (self.lock, self.arithmetic, self.plans, self.config, self.versions)
         folders = (self.path, *self.path.parents)
@@ -102,9 +96,7 @@ class RunDir:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
-                raise ConfigError(
-                    "train.run_dir", self.path, "is a file or below a file", "choose a folder"
-                ) from None
+                raise ConfigError("train.run_dir", self.path, "is a file or below a file", "choose a folder") from None
             file = self.lock.open("a+b", buffering=0)
             try:
                 with naming(self.lock):
@@ -126,18 +118,9 @@ class RunDir:
             file.close()  # its former holder has just removed it
 
     def check_writable(self) -> None:
-        """Try all that a run will write here, before its first step.
-
-        Raises:
-            ConfigError: the path is a file or below one.
-            OSError: something is in the way, or cannot be written; names it.
-        """
-        if not next(
-            one for one in (self.path, *self.path.absolute().parents) if one.exists()
-        ).is_dir():
-            raise ConfigError(
-                "train.run_dir", self.path, "is a file or below a file", "choose a folder"
-            )
+        """Try all that a run will write here, before its first step."""
+        if not next(one for one in (self.path, *self.path.absolute().parents) if one.exists()).is_dir():
+            raise ConfigError("train.run_dir", self.path, "is a file or below a file", "choose a folder")
         for path in (self.config, self.arithmetic, self.plans, self.versions, *self.records):
             check_file(path)
         for path in (self.checkpoints, self.tensorboard):
@@ -161,11 +144,7 @@ class RunDir:
         return any(p.exists() for p in (self.config, self.metrics, self.checkpoints))
 
     def check_resume(self, resume: Resume) -> None:
-        """Refuse a `resume` that does not fit the folder.
-
-        Raises:
-            ConfigError: "never" and there is a run, or "required" and there is no checkpoint.
-        """
+        """Refuse a `resume` that does not fit the folder."""
         if resume == "never" and self.has_run():
             raise ConfigError(
                 "train.run_dir",
@@ -181,9 +160,7 @@ class RunDir:
                 f"check {named('train.run_dir')}, or use {named('train.resume', 'auto')}",
             )
 
-    def write_description(
-        self, config: RunConfig, *, recipe: str, files: Mapping[str, Path]
-    ) -> None:
+    def write_description(self, config: RunConfig, *, recipe: str, files: Mapping[str, Path]) -> None:
         """Write config.json, versions.json and copies of the data's files, each by one rename."""
         values = {"recipe": recipe, **config.model_dump(mode="json")}
         with naming(self.path):
@@ -197,20 +174,10 @@ class RunDir:
         self._is_described = True
 
     def read_values(self, *, is_quantized: bool = False) -> tuple[dict[str, Any], str]:
-        """(resolved configuration as plain values, name of the recipe).
-
-        Args:
-            is_quantized: whether the folder is one with quantised weights.
-
-        Raises:
-            ConfigError: config.json is missing or unreadable, or describes a model of the hub or, unexpectedly, a quantised one.
-        """
+        """(resolved configuration as plain values, name of the recipe)."""
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
-            raise ConfigError(
-                f"run {self.path}: {what}; train one with: {command('train')}"
-                f"{how_to_fetch(self.path)}"
-            )
+            raise ConfigError(f"run {self.path}: {what}; train one with: {command('train')}{how_to_fetch(self.path)}")
         check_only_files(self.path, what=f"run {self.path}")
         try:
             values = parse_json(self.config.read_bytes())
@@ -218,13 +185,9 @@ class RunDir:
             if not isinstance(values.get("family", GPT.name), str):
                 raise ValueError(values)
         except FileNotFoundError:
-            raise ConfigError(
-                f"run {self.path}: has no config.json; give the directory of a training run"
-            ) from None
+            raise ConfigError(f"run {self.path}: has no config.json; give the directory of a training run") from None
         except (ValueError, AttributeError, TypeError, OSError):
-            raise ConfigError(
-                f"run {self.path}: config.json is unreadable; restore it from a copy"
-            ) from None
+            raise ConfigError(f"run {self.path}: config.json is unreadable; restore it from a copy") from None
         if is_quantized:
             del values["quantization_config"], values["dtype"]
         if "quantization_config" in values:
@@ -239,17 +202,11 @@ class RunDir:
             )
         return values, str(recipe)
 
-    def read_config(
-        self, family: Family | None = None, *, is_quantized: bool = False
-    ) -> tuple[RunConfig, Family]:
+    def read_config(self, family: Family | None = None, *, is_quantized: bool = False) -> tuple[RunConfig, Family]:
         """(resolved configuration, its family).
 
         Args:
             family: the family, if it is none of this package: no module is imported because a run names it.
-            is_quantized: see `read_values`.
-
-        Raises:
-            ConfigError: see `read_values`; or the run is of another family.
         """
         values, _ = self.read_values(is_quantized=is_quantized)
         name = values.get("family", GPT.name)
@@ -261,35 +218,24 @@ class RunDir:
                 if is_module
                 else "name the family as module:name, in Python as family=..."
             )
-            raise ConfigError(
-                f"run {self.path}: is of family {name}, which is not of this package; {fix}"
-            )
+            raise ConfigError(f"run {self.path}: is of family {name}, which is not of this package; {fix}")
         if family.name != name:
-            raise ConfigError(
-                "family", family.name, f"the run {self.path} is of family {name}", "name that one"
-            )
+            raise ConfigError("family", family.name, f"the run {self.path} is of family {name}", "name that one")
         with saved_run():
             return family.config.model_validate(values), family
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk, or a hub or quantised folder as one.
-
-    Attributes:
-        path: the folder.
-        config: resolved configuration.
-        family: family of the model.
-        weights: the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet.
-        is_quantized: whether the folder has quantised weights.
-        rounds: format that dense experts are rounded to while they are read; None: they stay as they are.
-    """
+    """A run on disk, or a hub or quantised folder as one."""
 
     path: Path
-    config: RunConfig
-    family: Family
+    config: RunConfig  # resolved configuration
+    family: Family  # family of the model
+    # the chosen checkpoint, see `with_weights`, or the folder itself for a hub or quantised one; None: not chosen yet
     weights: Path | None = None
-    is_quantized: bool = False
+    is_quantized: bool = False  # whether the folder has quantised weights
+    # format that dense experts are rounded to while they are read; None: they stay as they are
     rounds: ExpertFormat | None = None
 
     @property
@@ -304,22 +250,15 @@ class Run:
         return self.weights
 
     def check_trains(self) -> None:
-        """Refuse quantised weights, with which no training can begin.
-
-        Raises:
-            ConfigError: the weights are quantised.
-        """
+        """Refuse quantised weights, with which no training can begin."""
         if self.is_quantized:
             raise ConfigError(
-                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of, or use {named('adapter.kind', 'lora')}"
+                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was "
+                f"made of, or use {named('adapter.kind', 'lora')}"
             )
 
     def packed_format(self) -> tuple[str, int] | None:
-        """Format of the experts in the folder's files and columns per scale; None: they are dense.
-
-        Raises:
-            ConfigError: the weights are quantised in a form that is not read.
-        """
+        """Format of the experts in the folder's files and columns per scale; None: they are dense."""
         if (values := quantization_of(self.path)) is not None:
             scheme = scheme_of(values, self.path)
             return scheme.format, scheme.group_size
@@ -327,11 +266,7 @@ class Run:
         return None if form is None else (form, 64)
 
     def check_whole(self) -> None:
-        """Refuse a run without weights or the files of its family; reads none of them.
-
-        Raises:
-            CheckpointError: there is no checkpoint, or a file is missing.
-        """
+        """Refuse a run without weights or the files of its family; reads none of them."""
         if self.weights is None and not list_checkpoints(RunDir(self.path).checkpoints):
             raise CheckpointError(f"run {self.path}: has no checkpoint yet; train it first")
         for name in self.family.files:
@@ -339,14 +274,7 @@ class Run:
                 raise CheckpointError(f"run {self.path}: has no {name}; restore it from a copy")
 
     def with_weights(self, ranks: Ranks | None = None) -> "Run":
-        """The run with its newest undamaged checkpoint, which is read to compare its checksums.
-
-        Args:
-            ranks: ranks that share the reading; every one must call. None: this process alone.
-
-        Raises:
-            CheckpointError: the run has no undamaged checkpoint, or a file is missing or of another run.
-        """
+        """The run with its newest undamaged checkpoint, which is read to compare its checksums."""
         (Ranks() if ranks is None else ranks).on_all(self.check_whole)
         if self.weights is not None:
             return self
@@ -357,25 +285,14 @@ class Run:
         return found
 
     def check_bound(self) -> None:
-        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may be changed.
-
-        Raises:
-            CheckpointError: a file is of another run.
-        """
+        """Check that the chosen checkpoint was trained with config.json and the family's files; options of `config` may
+        be changed."""
         values, _ = RunDir(self.path).read_values()
         state = read_state(self.checkpoint)
         check_run(self.path, values, state, self.family, where=self.checkpoint)
 
     def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
-        """The chosen weights, by the names of the model's state dict.
-
-        Args:
-            dtype: type of a hub model's weights; None: the type of its files.
-
-        Raises:
-            ConfigError: the hub's files are not of a model that our GPT can run.
-            CheckpointError: the index of the checkpoint is unreadable, or a file of the hub is damaged.
-        """
+        """The chosen weights, by the names of the model's state dict."""
         if self.is_quantized:
             return open_quantized(self.path, self.config)
         if not self.is_hub:
@@ -393,11 +310,7 @@ class Run:
         return WidenedExperts(found) if isinstance(found, PackedExperts) else found
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors of a model, or this rank's shards of them, by their names in its state dict.
-
-        Raises:
-            CheckpointError: the run lacks a tensor, or has it in another shape.
-        """
+        """Fill tensors of a model, or this rank's shards of them, by their names in its state dict."""
         read_into(self.open_weights(), targets)
 
     @property
@@ -406,11 +319,7 @@ class Run:
         return getattr(self.config.model, "vocab_size", None)
 
     def load_tokenizer(self) -> Tokenizer:
-        """Read the tokenizer of the run.
-
-        Raises:
-            CheckpointError: the file is missing or damaged, or of another run's model.
-        """
+        """Read the tokenizer of the run."""
         return load_tokenizer(self.path / TOKENIZER, vocab_size=self.vocab_size)
 
     @property
@@ -420,20 +329,13 @@ class Run:
 
     @property
     def kept_arithmetic(self) -> dict[str, Path]:
-        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there is none."""
+        """The file of `arithmetic` by its name, for a run that is made of this one and computes alike; empty if there
+        is none."""
         return {self.arithmetic.name: self.arithmetic} if self.arithmetic.is_file() else {}
 
 
 def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
-    """A finished or stopped run, without its weights and without locking it.
-
-    Args:
-        run_dir: the run directory.
-        family: family of the model, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is no run directory, or the run is of another family.
-    """
+    """A finished or stopped run, without its weights and without locking it."""
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
     return Run(folder.path, config, family)
@@ -443,11 +345,9 @@ def find_model(path: str | Path, family: Family | None = None) -> Run:
     """Description of a folder's model; no weights are read.
 
     Args:
-        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of `expertmesh quantize`.
+        path: a run directory, a folder in transformers' format of an architecture that runs as our GPT, or one of
+            `expertmesh quantize`.
         family: family of a run, if it is none of this package.
-
-    Raises:
-        ConfigError: the folder is none of these, or of another family.
     """
     folder = expanded(path)
     is_quantized = quantization_of(folder) is not None
@@ -461,7 +361,8 @@ def find_model(path: str | Path, family: Family | None = None) -> Run:
 
 
 def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
-    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see `read_record`."""
+    """The run or hub folder that a checkpoint's adapters are for, with its weights, and their options; see
+    `read_record`."""
     found = read_record(checkpoint)
     if found is None:
         return None
@@ -470,16 +371,7 @@ def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
 
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
-    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base.
-
-    Args:
-        checkpoint: the checkpoint.
-        dtype: type of the weights of a base in the hub's format; None: the type of its files.
-
-    Raises:
-        ConfigError: there is no base any more.
-        CheckpointError: the base has changed, or the checkpoint is unreadable.
-    """
+    """Weights of a run's checkpoint by the names of its model; adapters are merged into the weights of their base."""
     own, found = Checkpoint(checkpoint, prefix="model."), find_base(checkpoint)
     if found is None:
         return own

@@ -17,7 +17,8 @@ _ABSENT = {
     "/v1/audio": _ONE_MODEL,
     "/v1/videos": _ONE_MODEL,
     "/v1/realtime": "there is text alone; use /v1/chat/completions with stream",
-    "/v1/batches": "batches are not kept; `expertmesh generate --input` answers files, and requests may run side by side",
+    "/v1/batches": "batches are not kept; `expertmesh generate --input` answers files, and requests may run side by "
+    "side",
     "/v1/files": "files are not kept; send texts in requests",
     "/v1/uploads": "files are not kept; send texts in requests",
     "/v1/vector_stores": "files are not kept; send texts in requests",

@@ -15,7 +15,8 @@ from expertmesh.serve.faults import RequestError
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 
 WITHOUT_EFFECT = "x-without-effect"
-"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this one."""
+"""Header with the fields of a request that pass because one body must do for all models, and have no effect on this
+one."""
 
 
 class AnswerWriter(Protocol):
@@ -44,28 +45,18 @@ class AnswerWriter(Protocol):
 
 
 class Answer(Response):
-    """Response that submits its ticket when it is sent, and closes the ticket in any case.
-
-    Args:
-        worker: thread of the engine.
-        ticket: ticket of the request, not yet submitted.
-        writer: formats the answer.
-        is_stream: whether to send an event stream.
-        without_effect: fields of the request that the model does not know, named in a header.
-        admit: raises RequestError if the server has no room.
-        watch: called with each update of an answer, for metrics.
-    """
+    """Response that submits its ticket when it is sent, and closes the ticket in any case."""
 
     def __init__(
         self,
-        worker: EngineWorker,
-        ticket: Ticket,
-        writer: AnswerWriter,
+        worker: EngineWorker,  # thread of the engine
+        ticket: Ticket,  # ticket of the request, not yet submitted
+        writer: AnswerWriter,  # formats the answer
         *,
-        is_stream: bool,
-        without_effect: Sequence[str] = (),
-        admit: Callable[[Ticket], None],
-        watch: Callable[[dict[int, RequestOutput]], None],
+        is_stream: bool,  # whether to send an event stream
+        without_effect: Sequence[str] = (),  # fields of the request that the model does not know, named in a header
+        admit: Callable[[Ticket], None],  # raises RequestError if the server has no room
+        watch: Callable[[dict[int, RequestOutput]], None],  # called with each update of an answer, for metrics
     ) -> None:
         super().__init__()
         self._worker, self._ticket, self._writer = worker, ticket, writer
@@ -129,9 +120,7 @@ class Answer(Response):
             fault = _as_fault(error)
             if not has_begun:
                 raise fault from error
-            await _send_body(
-                send, self._written(self._writer.failed(fault), is_end=True), more=False
-            )
+            await _send_body(send, self._written(self._writer.failed(fault), is_end=True), more=False)
             return
         await _send_body(send, self._written(self._writer.last(), is_end=True), more=False)
 

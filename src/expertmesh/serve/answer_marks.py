@@ -13,15 +13,7 @@ _TAIL = 64
 
 
 class AnswerMarks:
-    """Marks of a model's answers.
-
-    Args:
-        text: text format of the model.
-        config: options of the server, which may name formats.
-
-    Raises:
-        ConfigError: an option names an unknown format.
-    """
+    """Marks of a model's answers. `config`: options of the server, which may name formats."""
 
     def __init__(self, text: TextFormat, config: ServerConfig) -> None:
         self._tokenizer = text.tokenizer
@@ -31,12 +23,7 @@ class AnswerMarks:
         self._specials = special_ids(text.tokenizer)
 
     def is_open(self, prompt: Sequence[int], said: str) -> bool | None:
-        """Whether an answer begins within a thought; None: it has no thoughts.
-
-        Args:
-            prompt: tokens of the prompt.
-            said: text of the message that the answer continues; "": none.
-        """
+        """Whether an answer begins within a thought; None: it has no thoughts."""
         if self._thoughts is None or self._thoughts.thoughts is None:
             return None
         tail = self._tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
@@ -49,8 +36,6 @@ class AnswerMarks:
         """Maker of the parsers of answers. Guided calls have a syntax that has a markup: the model's own, or JSON.
 
         Args:
-            use: tools of the request.
-            splits: whether thoughts are told from content.
             is_open: whether an answer begins within a thought; None: it has no thoughts.
             guides: kinds of answers that a grammar allows, "calls" and "json"; empty: there is no grammar.
         """

@@ -74,18 +74,14 @@ class ToolResultBlock(RequestObject):
     is_error: bool | None = None
 
 
-_Block = Annotated[
-    TextOfMessage | ThinkingBlock | ToolUseBlock | ToolResultBlock, one_of(_BLOCKS, "only text is")
-]
+_Block = Annotated[TextOfMessage | ThinkingBlock | ToolUseBlock | ToolResultBlock, one_of(_BLOCKS, "only text is")]
 
 
 class TurnOfMessages(RequestObject):
     """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: (
-        Text | Annotated[list[_Block], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
-    )
+    content: Text | Annotated[list[_Block], Field(fail_fast=True, min_length=1), BeforeValidator(few)]
 
 
 class CustomTool(RequestObject):
@@ -133,8 +129,7 @@ class CountTokensRequest(RequestObject):
     ]
     system: SkipJsonSchema[Text | _Texts | None] = None
     tools: SkipJsonSchema[
-        list[Annotated[CustomTool, one_of(["custom"], "only tools of your own are", "custom")]]
-        | None
+        list[Annotated[CustomTool, one_of(["custom"], "only tools of your own are", "custom")]] | None
     ] = None
     tool_choice: SkipJsonSchema[ChoiceOfTools | None] = None
     thinking: SkipJsonSchema[ThinkingConfig | None] = None
@@ -157,11 +152,7 @@ _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 
 
 def translated(request: CountTokensRequest) -> TranslatedRequest:
-    """The request as a chat completion.
-
-    Raises:
-        RequestError: a field is not served, or could change the answer and is unknown.
-    """
+    """The request as a chat completion."""
     if (request.model_extra or {}).get("thread") is not None:
         why = "thread: conversations are not kept here; send all messages"
         raise RequestError(400, why, param="thread", details=_NO_THREADS)

@@ -15,12 +15,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 @dataclass
 class MessagesWriter(BlockWriter):
-    """Formats the answer to one request.
-
-    Args:
-        job: the parsed request, which asks for one answer.
-        model: name of the model.
-    """
+    """Formats the answer to one request."""
 
     _reason: str | None = None
     _stop: str | None = None

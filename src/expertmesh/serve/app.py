@@ -58,35 +58,23 @@ _MOST_ERRORS = 100
 
 
 class ServerApp:
-    """Application over one engine.
-
-    Args:
-        engine: the engine, which only the application uses from now on.
-        config: options of the server.
-        model_name: name of the model for clients.
-        keys: accepted API keys; empty: no key is needed.
-        version: version of the program.
-        num_threads: see `EngineWorker`.
-
-    Attributes:
-        worker: thread of the engine; `start` starts it.
-        gate: the ASGI application.
-    """
+    """Application over one engine."""
 
     def __init__(
         self,
-        engine: Engine,
-        config: ServerConfig,
+        engine: Engine,  # the engine, which only the application uses from now on
+        config: ServerConfig,  # options of the server
         *,
-        model_name: str,
-        keys: tuple[str, ...] = (),
-        version: str,
-        num_threads: int | None = None,
+        model_name: str,  # name of the model for clients
+        keys: tuple[str, ...] = (),  # accepted API keys; empty: no key is needed
+        version: str,  # version of the program
+        num_threads: int | None = None,  # see `EngineWorker`
     ) -> None:
         self.config, self.model_name, self.version = config, model_name, version
         self.engine, self.created = engine, int(time.time())
         self.reader = RequestReader(engine, config, model_name)
         self.metrics = Metrics(engine, model_name)
+        # thread of the engine; `start` starts it
         self.worker = EngineWorker(
             engine,
             self.metrics.stepped,
@@ -98,7 +86,7 @@ class ServerApp:
         self._num_schemas = 0
         self._most = engine.config.max_sequences + config.max_waiting
         self.adapters = RuntimeAdapters(self.worker, self.reader, config.adapter_root)
-        self.gate = Gate(self._routes(), config, keys)
+        self.gate = Gate(self._routes(), config, keys)  # the ASGI application
         asgi: Any = self.gate
         if config.allow_origin:
             from starlette.middleware.cors import CORSMiddleware
@@ -107,9 +95,7 @@ class ServerApp:
                 self.gate,
                 allow_origins=config.allow_origin,
                 allow_methods=["GET", "POST"],
-                allow_headers=[
-                    "*"
-                ],  # OpenAI's client sends some of its own; origin and key are still checked
+                allow_headers=["*"],  # OpenAI's client sends some of its own; origin and key are still checked
                 expose_headers=["x-request-id"],
             )
         self.asgi = RequestIds(asgi)
@@ -144,9 +130,7 @@ class ServerApp:
         app.get("/health", responses=ANSWERS["health"])(self.health)
         for method in (app.get, app.post):
             method("/ping", responses=ANSWERS["health"])(self.health)
-        app.post("/reset_prefix_cache", responses=ANSWERS["reset"], response_class=Response)(
-            self.reset_prefix_cache
-        )
+        app.post("/reset_prefix_cache", responses=ANSWERS["reset"], response_class=Response)(self.reset_prefix_cache)
         app.get("/version", responses=ANSWERS["version"])(self.show_version)
         app.get("/metrics", responses=ANSWERS["metrics"])(self.show_metrics)
         app.get("/v1/models", responses=ANSWERS["models"])(self.models)
@@ -156,9 +140,9 @@ class ServerApp:
         app.post("/v1/responses/input_tokens", responses=ANSWERS["input_tokens"])(self.input_tokens)
         app.post("/v1/messages", responses=ANSWERS["messages"])(self.messages)
         app.post("/v1/messages/count_tokens", responses=ANSWERS["count_tokens"])(self.count_tokens)
-        app.post(
-            "/v1/load_lora_adapter", responses=ANSWERS["adapter"], response_class=PlainTextResponse
-        )(self.load_adapter)
+        app.post("/v1/load_lora_adapter", responses=ANSWERS["adapter"], response_class=PlainTextResponse)(
+            self.load_adapter
+        )
         app.post(
             "/v1/unload_lora_adapter",
             responses=ANSWERS["adapter"],
@@ -294,9 +278,7 @@ class ServerApp:
         except RequestError as fault:
             raise asked.own(fault) from None
 
-    def _answer(
-        self, request: Sampling, job: Job, *, wants_logprobs: bool, is_chat: bool = False
-    ) -> Answer:
+    def _answer(self, request: Sampling, job: Job, *, wants_logprobs: bool, is_chat: bool = False) -> Answer:
         as_ids = bool(request.return_tokens_as_token_ids)
         options = request.stream_options
         writer = Writer(
@@ -369,9 +351,7 @@ class ServerApp:
         finally:
             self._num_schemas -= 1
 
-    async def _aside(
-        self, call: Callable[..., Any], *args: Any, pool: ThreadPoolExecutor | None = None
-    ) -> Any:
+    async def _aside(self, call: Callable[..., Any], *args: Any, pool: ThreadPoolExecutor | None = None) -> Any:
         """Result of a call that runs in a thread pool, the readers' by default; ConfigError becomes RequestError."""
         loop = asyncio.get_running_loop()
         try:
@@ -412,9 +392,7 @@ async def _on_wrong_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: why_not(request.url.path), 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
-    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(
-        request.url.path
-    )
+    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:

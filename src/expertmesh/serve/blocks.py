@@ -11,58 +11,38 @@ from expertmesh.text.answer_pieces import CallArguments, CallStart, Piece, Thoug
 
 @dataclass
 class AnswerBlock:
-    """Block of an answer.
+    """Block of an answer."""
 
-    Attributes:
-        index: its number in the answer, from 0.
-        kind: what it is.
-        text: its text; of a call, the JSON text of the arguments.
-        call_id: id of a call.
-        name: function of a call.
-    """
-
-    index: int
-    kind: Literal["thought", "text", "call"]
-    text: str = ""
+    index: int  # its number in the answer, from 0
+    kind: Literal["thought", "text", "call"]  # what it is
+    text: str = ""  # its text; of a call, the JSON text of the arguments
     call_id: str = ""
-    name: str = ""
+    name: str = ""  # function of a call
 
 
 class BlockChange(NamedTuple):
-    """Change of a block.
+    """Change of a block."""
 
-    Attributes:
-        what: whether it begins, grows or ends.
-        block: the block, after it.
-        new: new characters.
-    """
-
-    what: Literal["begin", "grow", "end"]
-    block: AnswerBlock
-    new: str = ""
+    what: Literal["begin", "grow", "end"]  # whether it begins, grows or ends
+    block: AnswerBlock  # the block, after it
+    new: str = ""  # new characters
 
 
 @dataclass
 class Blocks:
-    """Blocks of one answer.
+    """Blocks of one answer."""
 
-    Attributes:
-        all: the blocks so far.
-    """
-
-    all: list[AnswerBlock] = field(default_factory=list)
+    all: list[AnswerBlock] = field(default_factory=list)  # the blocks so far
     _open: AnswerBlock | None = None
 
-    def feed(self, pieces: Iterable[Piece]) -> Iterator[BlockChange]:
-        """Changes that the next pieces make."""
-        for piece in pieces:
+    def feed(self, parts: Iterable[Piece]) -> Iterator[BlockChange]:
+        """Changes that the next parts make."""
+        for piece in parts:
             if isinstance(piece, CallStart):
                 yield from self._begin("call", piece.call_id, piece.name)
                 continue
             kind: Literal["thought", "text"] = "thought" if isinstance(piece, Thought) else "text"
-            if not isinstance(piece, CallArguments) and (
-                self._open is None or self._open.kind != kind
-            ):
+            if not isinstance(piece, CallArguments) and (self._open is None or self._open.kind != kind):
                 yield from self._begin(kind)
             block = self._open
             assert block is not None
@@ -91,12 +71,7 @@ class Blocks:
 
 @dataclass
 class BlockWriter:
-    """Base of the writers of one answer in blocks, whose streams have events with names.
-
-    Args:
-        job: the parsed request, which asks for one answer.
-        model: name of the model.
-    """
+    """Base of the writers of one answer in blocks, whose streams have events with names."""
 
     job: Job
     model: str

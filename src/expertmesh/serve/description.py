@@ -174,9 +174,7 @@ def _responses(
 ) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses of a path."""
     kinds = {} if schema is None else {"application/json": {"schema": schema}}
-    found: dict[int | str, dict[str, Any]] = {
-        200: {"description": says, "content": kinds | (content or {})}
-    }
+    found: dict[int | str, dict[str, Any]] = {200: {"description": says, "content": kinds | (content or {})}}
     for status in (401, 403, *faults):
         assert status in TYPES
         found[status] = {
@@ -190,18 +188,12 @@ def _responses(
 
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
 ANSWERS = {
-    "adapter": _responses(
-        None, *_OF_BODIES, says="what has happened", content={"text/plain": {"schema": _TEXT}}
-    ),
+    "adapter": _responses(None, *_OF_BODIES, says="what has happened", content={"text/plain": {"schema": _TEXT}}),
     "reset": _responses(None, 408, 413, 500, 503, says="nothing is cached", content={}),
     "health": _responses(_object({"status": _TEXT}), 503, says="requests are answered"),
     "version": _responses(_object({"version": _TEXT}), says="version of the program"),
-    "metrics": _responses(
-        None, says="numbers for Prometheus", content={"text/plain": {"schema": _TEXT}}
-    ),
-    "models": _responses(
-        _object({"object": {"const": "list"}, "data": _list(_CARD)}), says="all models"
-    ),
+    "metrics": _responses(None, says="numbers for Prometheus", content={"text/plain": {"schema": _TEXT}}),
+    "models": _responses(_object({"object": {"const": "list"}, "data": _list(_CARD)}), says="all models"),
     "model": _responses(_CARD, 404, says="the model"),
     "tokenizer_info": _responses(
         _object({"tokenizer_class": _TEXT, "eos_token": _TEXT, "model_max_length": _COUNT}),
@@ -219,9 +211,7 @@ ANSWERS = {
         *_OF_BODIES,
         says="the number",
     ),
-    "messages": _responses(
-        _MESSAGE, *_OF_BODIES, 429, says="the answer", content=_EVENTS, error=_ANTHROPIC_ERROR
-    ),
+    "messages": _responses(_MESSAGE, *_OF_BODIES, 429, says="the answer", content=_EVENTS, error=_ANTHROPIC_ERROR),
     "count_tokens": _responses(
         _object({"input_tokens": _COUNT}), *_OF_BODIES, says="the number", error=_ANTHROPIC_ERROR
     ),
@@ -289,13 +279,9 @@ def below(size: int) -> str:
     if len(last) > 1:
         found.append("[0-9]")
         found += [f"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(last))]
-    for place, digit in enumerate(
-        last
-    ):  # as many digits as the last one, and a smaller digit at this place
+    for place, digit in enumerate(last):  # as many digits as the last one, and a smaller digit at this place
         low = 1 if place == 0 and len(last) > 1 else 0
         if int(digit) > low:
             rest = len(last) - place - 1
-            found.append(
-                f"{last[:place]}[{low}-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else "")
-            )
+            found.append(f"{last[:place]}[{low}-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
     return "|".join([*found, last])

@@ -35,26 +35,17 @@ _ANTHROPIC_TYPES = {
 
 
 class RequestError(Exception):
-    """Error that is returned to the client.
-
-    Args:
-        status: HTTP status.
-        message: the problem and the fix.
-        param: name of the field.
-        code: machine-readable code.
-        details: what clients of Anthropic's interface read to go on.
-        headers: headers of the response.
-    """
+    """Error that is returned to the client."""
 
     def __init__(
         self,
-        status: int,
-        message: str,
+        status: int,  # HTTP status
+        message: str,  # the problem and the fix
         *,
-        param: str | None = None,
-        code: str | None = None,
-        details: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
+        param: str | None = None,  # name of the field
+        code: str | None = None,  # machine-readable code
+        details: dict[str, Any] | None = None,  # what clients of Anthropic's interface read to go on
+        headers: dict[str, str] | None = None,  # headers of the response
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers

@@ -37,8 +37,6 @@ class Gate:
     """ASGI middleware that checks requests and reads whole bodies within bounds, so that the app sees disconnects.
 
     Args:
-        app: the wrapped app.
-        config: options of the server.
         keys: accepted API keys; empty: no key is needed.
 
     Attributes:
@@ -128,9 +126,7 @@ class Gate:
             if kind.strip().lower() != "application/json":
                 raise RequestError(415, "content-type: must be application/json")
             if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
-                raise RequestError(
-                    415, "content-encoding: must be identity; send the body as it is"
-                )
+                raise RequestError(415, "content-encoding: must be identity; send the body as it is")
         if scope["method"] == "POST" and path in _EMPTY_PATHS and b"origin" in headers:
             raise RequestError(403, "origin: pages may not send this request")
 
@@ -148,9 +144,7 @@ class Gate:
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Body of the request, within size and time bounds."""
         most = self._config.max_body_bytes
-        fault = RequestError(
-            413, f"the body has more than {most} bytes", headers={"connection": "close"}
-        )
+        fault = RequestError(413, f"the body has more than {most} bytes", headers={"connection": "close"})
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > most:
             raise fault
@@ -176,7 +170,8 @@ class Gate:
 
 
 def _plain(scope: Scope) -> Scope:
-    """A request with HEAD as one with GET, whose body uvicorn leaves out, and with a whole address, or slashes at the end, as a path."""
+    """A request with HEAD as one with GET, whose body uvicorn leaves out, and with a whole address, or slashes at the
+    end, as a path."""
     path = scope["path"]
     if not path.startswith("/") and "://" in path:
         path = "/" + path.partition("://")[2].partition("/")[2]

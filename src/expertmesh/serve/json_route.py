@@ -48,11 +48,7 @@ class _ParsedRequest(Request):
 
 
 def parsed_body(data: bytes) -> Any:
-    """Value of a body.
-
-    Raises:
-        RequestError: it is no JSON, or a field has what JSON cannot hold; an answer could not tell of it.
-    """
+    """Value of a body."""
     odd: list[str] = []
 
     def number(text: str) -> float:

@@ -18,33 +18,19 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass
 class Outcome:
-    """Result of a request.
+    """Result of a request."""
 
-    Attributes:
-        status: HTTP status; 0: no response.
-        seconds: time until the end.
-        arrivals: times in seconds at which chunks arrived.
-        num_tokens: tokens of the answer, as counted by the server.
-        is_whole: whether the answer was complete.
-        is_cut: whether this client disconnected on purpose.
-        error: error message, or "".
-    """
-
-    status: int = 0
-    seconds: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    is_whole: bool = False
-    is_cut: bool = False
-    error: str = ""
+    status: int = 0  # HTTP status; 0: no response
+    seconds: float = 0.0  # time until the end
+    arrivals: list[float] = field(default_factory=list)  # times in seconds at which chunks arrived
+    num_tokens: int = 0  # tokens of the answer, as counted by the server
+    is_whole: bool = False  # whether the answer was complete
+    is_cut: bool = False  # whether this client disconnected on purpose
+    error: str = ""  # error message, or ""
 
 
 def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[str, Any]]:
-    """Bodies of the requests.
-
-    Raises:
-        ConfigError: a request is longer than the model's maximum.
-    """
+    """Bodies of the requests."""
     draw = random.Random(load.seed)
 
     def tokens(count: int) -> list[int]:
@@ -70,28 +56,26 @@ def bodies(load: LoadConfig, *, vocab_size: int, max_len: int) -> Iterator[dict[
         }
 
 
-async def ask(
-    address: str, body: dict[str, Any], *, key: str | None = None, leave_after: int | None = None
-) -> Outcome:
+async def ask(address: str, body: dict[str, Any], *, key: str | None = None, leave_after: int | None = None) -> Outcome:
     """Send a streaming request and read its answer.
 
     Args:
         address: http://HOST:PORT.
         body: body of /v1/completions.
-        key: API key of the server.
         leave_after: number of chunks after which to disconnect; None: read to the end.
     """
     place = urlsplit(address)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\nconnection: "
+        "close\r\n"
+    )
     if key is not None:
         head += f"authorization: Bearer {key}\r\n"
     found, begin = Outcome(), time.perf_counter()
     writer = None
     try:
-        reader, writer = await asyncio.open_connection(
-            place.hostname, place.port or 80, limit=_LINE_BYTES
-        )
+        reader, writer = await asyncio.open_connection(place.hostname, place.port or 80, limit=_LINE_BYTES)
         writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         found.status = int((await reader.readline()).split()[1])
         while line := await reader.readline():
@@ -120,11 +104,7 @@ async def ask(
 async def drive(
     address: str, load: LoadConfig, requests: Sequence[dict[str, Any]], *, key: str | None = None
 ) -> tuple[list[Outcome], float]:
-    """Send requests at their scheduled times.
-
-    Returns:
-        Outcome of each request, and the total seconds.
-    """
+    """Send requests at their scheduled times. Returns outcome of each request, and the total seconds."""
     places = asyncio.Semaphore(load.concurrency)
     draw = random.Random(load.seed)
 
@@ -159,14 +139,13 @@ def table(outcomes: Sequence[Outcome], seconds: float) -> str:
     refused = sum(one.status == 429 for one in outcomes)
     tokens = sum(one.num_tokens for one in good)
     first = [one.arrivals[0] for one in good if one.arrivals]
-    per_token = [
-        (one.arrivals[-1] - one.arrivals[0]) / (one.num_tokens - 1)
-        for one in good
-        if one.num_tokens > 1
-    ]
+    per_token = [(one.arrivals[-1] - one.arrivals[0]) / (one.num_tokens - 1) for one in good if one.num_tokens > 1]
     gaps = [b - a for one in good for a, b in zip(one.arrivals, one.arrivals[1:], strict=False)]
     lines = [
-        f"{len(good)} answered, {refused} refused (429), {len(outcomes) - len(good) - refused} failed in {seconds:.1f} s",
+        (
+            f"{len(good)} answered, {refused} refused (429), {len(outcomes) - len(good) - refused} failed in "
+            f"{seconds:.1f} s"
+        ),
         f"{len(good) / seconds:.2f} requests/s, {tokens / seconds:.1f} tokens/s",
         "".join(["milliseconds".ljust(28), *(f"p{share * 100:.0f}".rjust(10) for share in SHARES)]),
     ]

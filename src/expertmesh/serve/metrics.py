@@ -21,27 +21,17 @@ _PAGING = {
 
 
 class Metrics:
-    """Metrics of a server, read by Prometheus as `text`.
-
-    Args:
-        engine: engine whose statistics are collected on each read.
-        model_name: label of all metrics.
-
-    Attributes:
-        requests: metrics per answer.
-    """
+    """Metrics of a server, read by Prometheus as `text`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._name = engine, model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # memory and CPU time of this process
-        self.requests = RequestMetrics(self._registry, model_name)
+        self.requests = RequestMetrics(self._registry, model_name)  # metrics per answer
 
         def timed(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            found = Histogram(
-                f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=self._registry
-            )
+            found = Histogram(f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
             return found.labels(model_name)
 
         self._step = timed("iteration_duration_seconds", "of a step of the engine", SHORT_S)
@@ -153,9 +143,7 @@ class Metrics:
         paging = engine.expert_paging()
         for name, (field, text) in _PAGING.items() if paging else ():
             rows = [(layer, getattr(one, field)) for layer, one in enumerate(paging)]
-            yield self._family(
-                CounterMetricFamily, f"expert_slot_{name}", text, rows, labels=["layer"]
-            )
+            yield self._family(CounterMetricFamily, f"expert_slot_{name}", text, rows, labels=["layer"])
 
     def _placement(self) -> Iterator[Metric]:
         """Balance of the ranks' load before and after the last rebalancing of experts, and its counters."""

@@ -169,9 +169,7 @@ class ResponsesRequest(RequestObject):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     stream_options: SkipJsonSchema[StreamOptions | None] = None
-    tools: SkipJsonSchema[
-        list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None
-    ] = None
+    tools: SkipJsonSchema[list[Annotated[FunctionTool, one_of(["function"], "only functions are")]] | None] = None
     tool_choice: SkipJsonSchema[_Choice | None] = None
     parallel_tool_calls: bool | None = None
     text: SkipJsonSchema[TextField | None] = None
@@ -182,11 +180,7 @@ class ResponsesRequest(RequestObject):
 
 
 def translated(request: ResponsesRequest) -> TranslatedRequest:
-    """The request as a chat completion.
-
-    Raises:
-        RequestError: a field is not served, or could change the answer and is unknown.
-    """
+    """The request as a chat completion."""
     if _NO_LOGPROBS in (request.include or ()):
         raise RequestError(400, "include: /v1/chat/completions has logprobs", param="include")
     if request.stream_options is not None:

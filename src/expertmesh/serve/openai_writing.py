@@ -17,13 +17,7 @@ _PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 
 @dataclass
 class ResponsesWriter(BlockWriter):
-    """Formats the answer to one request.
-
-    Args:
-        job: the parsed request, which asks for one answer.
-        model: name of the model.
-        request: the request, of which the answer tells some fields.
-    """
+    """Formats the answer to one request."""
 
     request: ResponsesRequest
     _items: list[dict[str, Any]] = field(default_factory=list)
@@ -128,9 +122,7 @@ class ResponsesWriter(BlockWriter):
             "status": self._status,
             "background": False,
             "error": None,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-            ),
+            "incomplete_details": ({"reason": "max_output_tokens"} if self._status == "incomplete" else None),
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": None,

@@ -58,42 +58,24 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class Job:
-    """Parsed request.
+    """Parsed request."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        shown: text of each prompt, if it is echoed; else empty.
-        params: sampling parameters of each prompt.
-        drops_token: whether the one generated token is dropped, because max_tokens is 0.
-        adapter: name of the adapter; None: the model alone.
-        guide: what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`).
-        make_parser: makes the parser of one answer's text; a new one for each answer.
-        has_thoughts: whether the client wants to see thoughts.
-        without_effect: fields of the request that the model does not know, which a header of the response names.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    shown: Sequence[str]
-    params: Sequence[SamplingParams]
-    drops_token: bool = False
-    adapter: str | None = None
+    prompts: Sequence[Sequence[int]]  # token ids of each prompt
+    shown: Sequence[str]  # text of each prompt, if it is echoed; else empty
+    params: Sequence[SamplingParams]  # sampling parameters of each prompt
+    drops_token: bool = False  # whether the one generated token is dropped, because max_tokens is 0
+    adapter: str | None = None  # name of the adapter; None: the model alone
+    # what the whole answer must be, if that is still to be compiled (`RequestReader.with_rules`)
     guide: Guide | None = None
+    # makes the parser of one answer's text; a new one for each answer
     make_parser: Callable[[], AnswerParser] = PlainParser
-    has_thoughts: bool = True
+    has_thoughts: bool = True  # whether the client wants to see thoughts
+    # fields of the request that the model does not know, which a header of the response names
     without_effect: tuple[str, ...] = ()
 
 
 class RequestReader:
-    """Parses requests; its methods are thread-safe.
-
-    Args:
-        engine: engine that will answer.
-        config: options of the server.
-        model_name: name of the model for clients.
-
-    Attributes:
-        leaving: adapters that new requests do not find, because they are to be unloaded.
-    """
+    """Parses requests; its methods are thread-safe."""
 
     def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
         assert engine.text is not None
@@ -101,7 +83,7 @@ class RequestReader:
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
         self._engine = engine
-        self.leaving: set[str] = set()
+        self.leaving: set[str] = set()  # adapters that new requests do not find, because they are to be unloaded
         self._specials = special_ids(self.text.tokenizer)
         self._marks = AnswerMarks(self.text, config)
 
@@ -111,11 +93,7 @@ class RequestReader:
         return [self._name, *(one for one in self._engine.adapters if one not in self.leaving)]
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Adapter of a name; None: the name is the model's, or not given.
-
-        Raises:
-            RequestError: the name is unknown.
-        """
+        """Adapter of a name; None: the name is the model's, or not given."""
         if name is None or name == self._name:
             return None
         known = self.model_names
@@ -132,11 +110,7 @@ class RequestReader:
         return name
 
     def completion(self, request: CompletionRequest) -> Job:
-        """Parse a completion request.
-
-        Raises:
-            RequestError: a field is unsupported or invalid.
-        """
+        """Parse a completion request."""
         adapter = self._check(request)
         if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
             raise _over("logprobs", request.logprobs, self._config.max_logprobs)
@@ -163,11 +137,7 @@ class RequestReader:
         return self._constrained(request, job)
 
     def chat(self, request: ChatRequest) -> Job:
-        """Parse a chat completion request.
-
-        Raises:
-            RequestError: a field is unsupported or invalid, or there is no chat template.
-        """
+        """Parse a chat completion request."""
         adapter = self._check(request)
         count = request.top_logprobs
         if count is not None and count > self._config.max_logprobs:
@@ -175,15 +145,9 @@ class RequestReader:
         given = request.model_extra or {}
         use = read_tool_use(given)
         ids = self.chat_ids(request, use)
-        wanted = (
-            request.max_tokens
-            if request.max_completion_tokens is None
-            else request.max_completion_tokens
-        )
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = self.max_len if wanted is None else max(wanted, 1)
-        params = self._params(
-            request, ids, most, logprobs=(count or 0) if request.logprobs else None
-        )
+        params = self._params(request, ids, most, logprobs=(count or 0) if request.logprobs else None)
         job = Job([ids], [], [params], wanted == 0, adapter)
         has_thoughts, splits = (_switch(given, name) for name in _SPLITS)
         unread = [one for one in _EFFORTS if given.get(one) and not self._reads(one, given[one])]
@@ -191,9 +155,7 @@ class RequestReader:
         said = request.messages[-1].text if request.continue_final_message else ""
         return self._parsed(request, job, use, splits=splits, said=said)
 
-    def _parsed(
-        self, request: ChatRequest, job: Job, use: ToolUse, *, splits: bool, said: str
-    ) -> Job:
+    def _parsed(self, request: ChatRequest, job: Job, use: ToolUse, *, splits: bool, said: str) -> Job:
         """A job whose answers are parsed for thoughts and calls, or are guided."""
         asked = guide_of(request.model_extra or {})
         if asked is not None and not use.callable:
@@ -211,22 +173,15 @@ class RequestReader:
         kept = self._marks.ids_of(reading.markers)
         params = [one.model_copy(update={"kept_special_ids": kept}) for one in job.params]
         job = replace(job, params=params, make_parser=reading)
-        return (
-            self._ruled(job, Guide("tools", "json_schema", GuidedCalls(reading, answer)))
-            if guides
-            else job
-        )
+        return self._ruled(job, Guide("tools", "json_schema", GuidedCalls(reading, answer))) if guides else job
 
     def chat_ids(self, request: ChatPrompt, use: ToolUse) -> list[int]:
-        """Tokens of a conversation with these tools.
-
-        Raises:
-            RequestError: there is no chat template, it rejects the messages, or a field of the prompt is invalid.
-        """
+        """Tokens of a conversation with these tools."""
         if not self.text.can_chat:
             raise RequestError(
                 400,
-                "messages: this model has no chat template, and did not learn conversations; send `prompt` to /v1/completions, "
+                "messages: this model has no chat template, and did not learn conversations; send `prompt` to "
+                "/v1/completions, "
                 "or serve a folder with chat_template.jinja, or a run trained on conversations",
                 param="messages",
                 code="no_chat_template",
@@ -282,9 +237,6 @@ class RequestReader:
 
         A text that is only the name of a special token becomes that token, because programs look up its id this way;
         inside a longer text the name is plain text.
-
-        Raises:
-            RequestError: see `chat_ids`, `adapter_of`.
         """
         self.adapter_of(request.model)
         if isinstance(request, TokenizeChat):
@@ -306,11 +258,7 @@ class RequestReader:
             raise RequestError(400, str(error), param="prompt", code=error.code) from None
 
     def detokenize(self, request: DetokenizeRequest) -> str:
-        """Text of tokens.
-
-        Raises:
-            RequestError: a token or a field is unknown; see `adapter_of`.
-        """
+        """Text of tokens."""
         self.adapter_of(request.model)
         refuse_unknown(request.model_extra)
         self.check_ids(request.tokens, "tokens")
@@ -319,9 +267,7 @@ class RequestReader:
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
         if ids and max(ids) >= self.vocab_size:
-            raise RequestError(
-                400, f"{param}: token ids must be below {self.vocab_size}", param=param
-            )
+            raise RequestError(400, f"{param}: token ids must be below {self.vocab_size}", param=param)
 
     def _check(self, request: Sampling) -> str | None:
         """Requested adapter; raises RequestError if a field is unsupported or invalid."""
@@ -345,23 +291,18 @@ class RequestReader:
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
         return adapter
 
-    def _params(
-        self, request: Sampling, ids: Sequence[int], most: int, **scores: Any
-    ) -> SamplingParams:
+    def _params(self, request: Sampling, ids: Sequence[int], most: int, **scores: Any) -> SamplingParams:
         room = self.max_len - len(ids)
         if room < 1:
             raise RequestError(
                 400,
-                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; "
-                "shorten it",
+                f"prompt: has {len(ids)} tokens, and the model has room for {self.max_len} with the answer; shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )
         max_tokens = min(most, room, self._config.max_answer or room)
         given: dict[str, Any] = {
-            name: one.read(value)
-            for name, one in SPELLED.items()
-            if (value := getattr(request, name)) is not None
+            name: one.read(value) for name, one in SPELLED.items() if (value := getattr(request, name)) is not None
         }
         given["max_tokens"] = max_tokens
         given["min_tokens"] = min(given.get("min_tokens", 0), max_tokens)
@@ -384,11 +325,7 @@ class RequestReader:
         return self._guided(job, guide, self._engine.answer_rules.known)
 
     def with_rules(self, job: Job) -> Job:
-        """A job whose guide is compiled, which may take seconds.
-
-        Raises:
-            RequestError: the guide cannot be kept.
-        """
+        """A job whose guide is compiled, which may take seconds."""
         assert job.guide is not None
         return self._guided(job, job.guide, self._engine.answer_rules.compiled)
 
@@ -405,20 +342,13 @@ class RequestReader:
 
 
 def refuse_unknown(
-    fields: Mapping[str, Any] | None,
+    fields: Mapping[str, Any] | None,  # fields that the request's model does not have
     *,
-    place: str = "",
-    known: Iterable[str] = (),
+    place: str = "",  # path of the object that has them, with a dot
+    known: Iterable[str] = (),  # names of those that are read elsewhere
     harmless: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise RequestError if a field is unknown and its value could change an answer.
-
-    Args:
-        fields: fields that the request's model does not have.
-        place: path of the object that has them, with a dot.
-        known: names of those that are read elsewhere.
-        harmless: values without effect of this request, beside `HARMLESS`.
-    """
+    """Raise RequestError if a field is unknown and its value could change an answer."""
     for name, value in (fields or {}).items():
         if value is None or name in known or HARMLESS.get(name) is ANY:
             continue
@@ -439,11 +369,7 @@ def _said(message: Message, number: int) -> dict[str, Any]:
     if isinstance(message.content, list):
         for i, part in enumerate(message.content):
             refuse_unknown(part.model_extra, place=f"messages.{number}.content.{i}.")
-    more = {
-        name: value
-        for name, value in given.items()
-        if value is not None and name not in REFUSED_OF_MESSAGES
-    }
+    more = {name: value for name, value in given.items() if value is not None and name not in REFUSED_OF_MESSAGES}
     if more.get("tool_calls"):
         try:
             more["tool_calls"] = read_calls(more["tool_calls"], f"messages.{number}.tool_calls")

@@ -15,11 +15,7 @@ def new_id() -> bytes:
 
 
 class RequestIds:
-    """ASGI middleware that names every answer.
-
-    Args:
-        app: the wrapped app.
-    """
+    """ASGI middleware that names every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

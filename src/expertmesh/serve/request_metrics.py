@@ -44,19 +44,14 @@ class _Seen:
 
 
 class RequestMetrics:
-    """Histograms over answers, as in vLLM: a request with n = 2 counts as two.
-
-    Args:
-        registry: Prometheus registry.
-        model_name: label of all metrics.
-    """
+    """Histograms over answers, as in vLLM: a request with n = 2 counts as two."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._name = model_name
         self._of = {
-            name: Histogram(
-                f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=registry
-            ).labels(model_name)
+            name: Histogram(f"expertmesh:{name}", text, ["model_name"], buckets=buckets, registry=registry).labels(
+                model_name
+            )
             for name, (text, buckets) in _TIMED.items()
         }
         self._success = Counter(
@@ -74,7 +69,7 @@ class RequestMetrics:
         begin = time.perf_counter()
         seen: dict[int, _Seen] = {}
 
-        def told(news: dict[int, RequestOutput]) -> None:
+        def update(news: dict[int, RequestOutput]) -> None:
             now = time.perf_counter()
             for index, output in news.items():
                 self._token(output, seen.get(index), begin, now)
@@ -85,7 +80,7 @@ class RequestMetrics:
             if len(seen) == ticket.num_answers and all(one.has_ended for one in seen.values()):
                 self._request_ended(ticket, seen)
 
-        return told
+        return update
 
     def left(self, count: int) -> None:
         """Count answers whose client has gone, or that a stop ended; thread-safe."""

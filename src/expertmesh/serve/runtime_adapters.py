@@ -19,8 +19,6 @@ class RuntimeAdapters:
     """Adapters below one folder; nothing outside of it is read.
 
     Args:
-        worker: the engine's thread, which loads between two steps.
-        reader: reader of requests, whose model names change.
         root: the folder; None: nothing is loaded or unloaded.
     """
 
@@ -30,11 +28,7 @@ class RuntimeAdapters:
         self._changing = asyncio.Lock()
 
     async def load(self, request: LoadAdapterRequest) -> str:
-        """Load an adapter; returns what has happened.
-
-        Raises:
-            RequestError: it is not allowed, the name is taken, or the folder has no adapter of this model.
-        """
+        """Load an adapter; returns what has happened."""
         root = self._check()
         harmless = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
         refuse_unknown(request.model_extra, harmless=harmless)
@@ -55,11 +49,7 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, request: UnloadAdapterRequest) -> str:
-        """Unload an adapter once its requests have ended; new ones do not find it. Returns what has happened.
-
-        Raises:
-            RequestError: it is not allowed, or there is no such adapter.
-        """
+        """Unload an adapter once its requests have ended; new ones do not find it. Returns what has happened."""
         self._check()
         refuse_unknown(request.model_extra)
         name = request.lora_name

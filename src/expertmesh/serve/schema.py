@@ -58,12 +58,8 @@ def _up_to_first_wrong(value: Any) -> Any:
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Tops = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)
-]
-Biases = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)
-]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(_whole)]
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_first_wrong)]
 AdapterName = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -71,17 +67,11 @@ Stops = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
 
 class Spelled(NamedTuple):
-    """Option of a request in a body.
+    """Option of a request in a body."""
 
-    Attributes:
-        kind: type in JSON.
-        also: names of other servers for it, which are refused unless the field has the same value.
-        read: its value in `SamplingParams`.
-    """
-
-    kind: Any
-    also: tuple[str, ...] = ()
-    read: Callable[[Any], Any] = lambda value: value
+    kind: Any  # type in JSON
+    also: tuple[str, ...] = ()  # names of other servers for it, which are refused unless the field has the same value
+    read: Callable[[Any], Any] = lambda value: value  # its value in `SamplingParams`
 
 
 def _declared(name: str, **bounds: Any) -> Any:
@@ -103,21 +93,18 @@ _NAMES = ("n_predict", "num_predict", "max_new_tokens", "max_completion_tokens")
 _OTHERWISE = {
     "n": Spelled(_declared("n", le=128), ("num_return_sequences",)),
     "temperature": Spelled(_declared("temperature", le=100)),
-    "top_k": Spelled(
-        _declared("top_k", ge=-1, le=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None
-    ),
+    "top_k": Spelled(_declared("top_k", ge=-1, le=None), read=lambda k: min(k, 2**63 - 1) if k > 0 else None),
     "top_p": Spelled(_declared("top_p", gt=None, ge=0)),
     "repetition_penalty": Spelled(_declared("repetition_penalty", le=100), ("repeat_penalty",)),
     "logit_bias": Spelled(Biases),
-    "seed": Spelled(
-        _declared("seed", ge=None, le=None), ("random_seed",), lambda seed: seed % 2**62
-    ),
+    "seed": Spelled(_declared("seed", ge=None, le=None), ("random_seed",), lambda seed: seed % 2**62),
     "max_tokens": Spelled(_declared("max_tokens", ge=0), _NAMES),
     "min_tokens": Spelled(_declared("min_tokens"), ("min_new_tokens",)),
     "stop": Spelled(StopText | Stops, ("stop_sequences", "stop_strings")),
     "stop_token_ids": Spelled(Annotated[TokenIds, Field(max_length=1024)]),
 }
-"""Options whose type or names JSON, OpenAI's API or the size of a body asks for; every other one is as it is declared."""
+"""Options whose type or names JSON, OpenAI's API or the size of a body asks for; every other one is as it is
+declared."""
 SPELLED = {
     name: _OTHERWISE.get(name) or Spelled(_declared(name))
     for name in SamplingParams.model_fields
@@ -219,12 +206,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "samplers": ([],),
     "watermark": (False,),
 }
-"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is refused, but for null. Chats
-read some of them."""
+"""Fields that are not here and change no answer: with any value, or with these. Every other field that is not here is
+refused, but for null. Chats read some of them."""
 
-RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {
-    "json_schema": "guided_json"
-}
+RENAMED = {name: here for here, one in SPELLED.items() for name in one.also} | {"json_schema": "guided_json"}
 """Fields of other servers, with their names here; refused unless the field of that name has the same value."""
 
 _TO_TEMPLATE = "it is a variable of templates; write it into chat_template_kwargs"
@@ -317,13 +302,7 @@ class CompletionRequest(Sampling):
 
 
 def one_of(kinds: Iterable[str], what: str, default: str = "") -> BeforeValidator:
-    """Refuses objects of other types by the type's name.
-
-    Args:
-        kinds: types that there are.
-        what: what is served, in words.
-        default: type of objects without one.
-    """
+    """Refuses objects of other types by the type's name. `default`: type of objects without one."""
     known = tuple(kinds)
 
     def checked(value: Any) -> Any:
@@ -372,11 +351,7 @@ class Message(BaseModel):
     @classmethod
     def _of_nothing(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         """An assistant's content may be null or missing, as beside calls."""
-        is_null = (
-            isinstance(given, dict)
-            and given.get("role") == "assistant"
-            and given.get("content") is None
-        )
+        is_null = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
         found = read({**given, "content": ""} if is_null else given)
         found._is_null = is_null
         return found

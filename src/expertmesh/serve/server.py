@@ -31,16 +31,10 @@ _LAST_WORDS_S = 3.0
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Bound socket; connections are accepted once `serve` listens.
-
-    Raises:
-        ConfigError: the address is unavailable.
-    """
+    """Bound socket; connections are accepted once `serve` listens."""
     place = None
     try:
-        found = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         place = socket.socket(family, kind, protocol)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,13 +51,11 @@ def bind(config: ServerConfig) -> socket.socket:
     return place
 
 
-def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> int:
+def serve(app: ServerApp, place: socket.socket, on_ready: Callable[[str], None]) -> int:
     """Serve requests until a signal.
 
     Args:
-        app: the application.
-        place: bound socket.
-        told: called with the address once the server accepts requests.
+        on_ready: called with the address once the server accepts requests.
 
     Returns:
         0 after a first SIGTERM or SIGINT, when all answers in progress have ended; 128 plus the signal after a second
@@ -87,7 +79,7 @@ def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> 
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
     gc.freeze()  # loaded objects stay; a collection over them would stop all threads for 0.2 s
-    server = _Server(uvicorn.Config(app.asgi, **settings), app, told)
+    server = _Server(uvicorn.Config(app.asgi, **settings), app, on_ready)
     server.run(sockets=[place])
     return server.code
 
@@ -146,9 +138,9 @@ class _Server(uvicorn.Server):
         code: exit code of the process.
     """
 
-    def __init__(self, config: uvicorn.Config, app: ServerApp, told: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: ServerApp, on_ready: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._app, self._told, self.code = app, told, 0
+        self._app, self._on_ready, self.code = app, on_ready, 0
         self._ending: asyncio.Task[None] | None = None
         _Protocol.idle_s = app.config.idle_s
 
@@ -158,7 +150,7 @@ class _Server(uvicorn.Server):
         self._app.start()
         await super().startup(sockets)
         host, port = sockets[0].getsockname()[:2]
-        self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop uvicorn, then the engine."""

@@ -1,4 +1,5 @@
-"""Guides of an answer in OpenAI's, vLLM's and other servers' fields: a JSON schema, a list, a regular expression, a grammar."""
+"""Guides of an answer in OpenAI's, vLLM's and other servers' fields: a JSON schema, a list, a regular expression, a
+grammar."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ _OF_FORMAT = {
     "regex": ("pattern", "regex", "value"),
     "grammar": ("grammar",),
 }
-"""Fields of `response_format` by its type, one of which says more: OpenAI's, llama.cpp's, TGI's, Together's and Fireworks'."""
+"""Fields of `response_format` by its type, one of which says more: OpenAI's, llama.cpp's, TGI's, Together's and
+Fireworks'."""
 _OF_SCHEMA = ("name", "description", "strict", "schema")
 _OF_OUTPUTS = ("json", "json_object", "choice", "regex", "grammar", "disable_fallback")
 _NAMED = {
@@ -36,16 +38,10 @@ GUIDE_FIELDS = ("response_format", "structured_outputs", *_NAMED)
 
 
 class Guide(NamedTuple):
-    """Rule for the whole answer.
+    """Rule for the whole answer."""
 
-    Attributes:
-        field: the field that says it.
-        option: the option of `SamplingParams`.
-        value: its value.
-    """
-
-    field: str
-    option: str
+    field: str  # the field that says it
+    option: str  # the option of `SamplingParams`
     value: Any
 
 
@@ -57,9 +53,6 @@ def guide_of(fields: Mapping[str, Any]) -> Guide | None:
             "schema", {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "regex", "pattern": ...} or
             {"type": "grammar", "grammar": ...}; `structured_outputs` has one of json, json_object, choice, regex and
             grammar; `guided_json` is a schema or its text, and so on.
-
-    Raises:
-        RequestError: a field has another form or an unknown field within, or more than one is given.
     """
     found = [
         guide
@@ -135,9 +128,7 @@ def _known(place: str, value: Mapping[str, Any], names: Iterable[str]) -> dict[s
     given = {name: one for name, one in value.items() if one is not None}
     for name, one in given.items():
         if name not in names and one is not False:
-            raise _wrong(
-                place, f"{str(name)[:60]} is not supported there; it has {_listed(names, 'and')}"
-            )
+            raise _wrong(place, f"{str(name)[:60]} is not supported there; it has {_listed(names, 'and')}")
     return {name: one for name, one in given.items() if name in names}
 
 

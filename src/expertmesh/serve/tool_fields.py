@@ -15,27 +15,16 @@ _CHOICE = "tool_choice"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of a request.
+    """Tools of a request."""
 
-    Attributes:
-        tools: all tools, for the prompt.
-        callable: parameters of those that may be called, by name.
-        must_call: whether the answer is a call.
-        most: maximum number of calls in an answer; None: any number.
-    """
-
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    callable: dict[str, dict[str, Any]] = field(default_factory=dict)
-    must_call: bool = False
-    most: int | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)  # all tools, for the prompt
+    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameters of those that may be called, by name
+    must_call: bool = False  # whether the answer is a call
+    most: int | None = None  # maximum number of calls in an answer; None: any number
 
 
 def read_tool_use(fields: Mapping[str, Any]) -> ToolUse:
-    """Tools of a request from its fields `tools`, `tool_choice` and `parallel_tool_calls`.
-
-    Raises:
-        RequestError: a field breaks a rule; its line begins with the field's path.
-    """
+    """Tools of a request from its fields `tools`, `tool_choice` and `parallel_tool_calls`."""
     try:
         tools = read_tools(fields.get("tools") or [])
     except ConfigError as error:
@@ -55,9 +44,7 @@ def _chosen(choice: Any, known: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Names of the tools that may be called, and whether one must be."""
     if choice in _WORDS:
         if choice == "required" and not known:
-            raise _wrong(
-                f"{_CHOICE}: is required, and there are no tools; give tools, or leave it out"
-            )
+            raise _wrong(f"{_CHOICE}: is required, and there are no tools; give tools, or leave it out")
         return ([] if choice == "none" else list(known)), choice == "required"
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
@@ -87,9 +74,7 @@ def _known(given: Any, place: str, known: Mapping[str, Any]) -> str:
         raise _wrong(f"{place}.function.name: must be the name of a tool; give one")
     if name not in known:
         has = ", ".join(known)[:200] if known else "there are none"
-        raise _wrong(
-            f"{place}.function.name: {name[:64]!r} is none of the tools ({has}); choose one"
-        )
+        raise _wrong(f"{place}.function.name: {name[:64]!r} is none of the tools ({has}); choose one")
     return name
 
 

@@ -15,8 +15,7 @@ from expertmesh.serve.wrong_body import best_error
 
 _NO_PLACE = ("n", "max_tokens", "return_routed_experts")
 PASSED = frozenset(
-    {*SPELLED, *GUIDE_FIELDS, "chat_template_kwargs", "reasoning_effort"}
-    - {*_NO_PLACE, "response_format"}
+    {*SPELLED, *GUIDE_FIELDS, "chat_template_kwargs", "reasoning_effort"} - {*_NO_PLACE, "response_format"}
 )
 """Fields of chat completions that every interface takes beside its own."""
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -26,24 +25,14 @@ _FIRST = re.compile(r"messages\.(\d+)|[a-z_]+")
 
 @dataclass(frozen=True)
 class TranslatedRequest:
-    """A request as a chat completion.
+    """A request as a chat completion."""
 
-    Attributes:
-        body: the chat completion.
-        origins: place of each message in the request.
-        places: names in the request of other fields that have another one.
-    """
-
-    body: dict[str, Any]
-    origins: Sequence[str]
-    places: Mapping[str, str]
+    body: dict[str, Any]  # the chat completion
+    origins: Sequence[str]  # place of each message in the request
+    places: Mapping[str, str]  # names in the request of other fields that have another one
 
     def chat(self) -> ChatRequest:
-        """The checked chat completion.
-
-        Raises:
-            RequestError: a value breaks a rule, in the names of chat completions (`own`).
-        """
+        """The checked chat completion."""
         try:
             return ChatRequest.model_validate(self.body)
         except ValidationError as error:
@@ -76,9 +65,6 @@ def passed(extra: Mapping[str, Any] | None, refused: Refused) -> dict[str, Any]:
     Args:
         extra: fields that the request's model does not have.
         refused: fields of the interface that are not served.
-
-    Raises:
-        RequestError: a field is refused, or unknown and could change the answer.
     """
     given = {name: one for name, one in (extra or {}).items() if one is not None}
     for name, (allowed, why) in refused.items():

@@ -18,21 +18,13 @@ from expertmesh.text.answer_pieces import (
 
 @dataclass(frozen=True)
 class Update:
-    """New part of an answer.
+    """New part of an answer."""
 
-    Attributes:
-        pieces: new content, thoughts and calls, in order; a prompt that is echoed is content.
-        ids: new tokens, including the prompt's if it is echoed.
-        entries: logprobs of the new tokens; None for the first token of a prompt.
-        experts: new rows of routed experts, and the index of the first one.
-        finish_reason: finish reason if the answer has ended, else None; "tool_calls" for an answer with calls that ended
-            by itself.
-    """
-
-    pieces: Sequence[Piece]
-    ids: Sequence[int] = ()
-    entries: Sequence[Logprob | None] = ()
-    experts: tuple[Any, int] | None = None
+    pieces: Sequence[Piece]  # new content, thoughts and calls, in order; a prompt that is echoed is content
+    ids: Sequence[int] = ()  # new tokens, including the prompt's if it is echoed
+    entries: Sequence[Logprob | None] = ()  # logprobs of the new tokens; None for the first token of a prompt
+    experts: tuple[Any, int] | None = None  # new rows of routed experts, and the index of the first one
+    # finish reason if the answer has ended, else None; "tool_calls" for an answer with calls that ended by itself
     finish_reason: str | None = None
 
 
@@ -50,23 +42,14 @@ class _Given:
 
 @dataclass
 class Updates:
-    """Updates of the answers to one request.
-
-    Args:
-        job: the parsed request.
-    """
+    """Updates of the answers to one request."""
 
     job: Job
     _seen: dict[int, _Given] = field(default_factory=dict)
     _last: dict[int, RequestOutput] = field(default_factory=dict)
 
     def of(self, index: int, output: RequestOutput) -> Update:
-        """Part of an answer that an output adds.
-
-        Args:
-            index: index of the answer in the request.
-            output: the answer so far, longer than in earlier calls.
-        """
+        """Part of an answer that an output adds."""
         self._last[index] = output
         seen = self._seen.setdefault(index, _Given(self.job.make_parser()))
         new_ids = self._new_ids(output)

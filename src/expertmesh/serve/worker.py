@@ -39,18 +39,11 @@ class EngineFailedError(RuntimeError):
 
 @dataclass(eq=False)
 class Ticket:
-    """Request of a client: prompts, with n answers to each.
+    """Request of a client: prompts, with n answers to each."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        params: sampling parameters of each prompt.
-        adapter: name of the adapter; None: the model alone.
-        num_answers: total number of answers.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    adapter: str | None = None
+    prompts: Sequence[Sequence[int]]  # token ids of each prompt
+    params: Sequence[SamplingParams]  # sampling parameters of each prompt
+    adapter: str | None = None  # name of the adapter; None: the model alone
     _news: dict[int, RequestOutput] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
@@ -61,7 +54,7 @@ class Ticket:
         """Total number of answers to all prompts."""
         return sum(params.n for params in self.params)
 
-    def told(self, index: int, output: RequestOutput) -> None:
+    def deliver(self, index: int, output: RequestOutput) -> None:
         """Store an update of an answer; called in the event loop."""
         self._news[index] = output
         self._changed.set()
@@ -72,12 +65,7 @@ class Ticket:
         self._changed.set()
 
     async def changes(self) -> AsyncIterator[dict[int, RequestOutput]]:
-        """Latest output of each updated answer, by index (prompt times n, plus answer), until all have ended.
-
-        Raises:
-            ConfigError: the engine refused the request.
-            EngineFailedError: the engine failed.
-        """
+        """Latest output of each updated answer, by index (prompt times n, plus answer), until all have ended."""
         num_left = self.num_answers
         while num_left:
             await self._changed.wait()
@@ -93,37 +81,29 @@ class EngineWorker:
     """Thread that steps an engine.
 
     Args:
-        engine: the engine, which only this thread uses from now on.
         observe: called in the event loop with tokens and seconds of each step, for metrics.
         writing_s: longest time in seconds that a step waits for the event loop to write the previous outputs.
-        num_threads: number of CPU threads of the steps; None: torch's.
-        left: called in the thread with the number of unfinished answers of a closed ticket, for metrics.
 
     Attributes:
-        engine: the engine.
-        error: reason why the engine is dead; None: it is alive.
-        is_lost: whether it is dead because a rank was lost.
         num_answers: number of answers of open tickets.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine,  # the engine, which only this thread uses from now on
         observe: Callable[[int, float], None] | None = None,
         *,
         writing_s: float = 0.1,
-        num_threads: int | None = None,
+        num_threads: int | None = None,  # number of CPU threads of the steps; None: torch's
         left: Callable[[int], None] | None = None,
     ) -> None:
         self.engine, self._left = engine, left
-        self.error: str | None = None
-        self.is_lost = False
+        self.error: str | None = None  # reason why the engine is dead; None: it is alive
+        self.is_lost = False  # whether it is dead because a rank was lost
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._tickets: dict[
-            str, tuple[Ticket, int]
-        ] = {}  # used by the thread only: ticket and first index by request
+        self._tickets: dict[str, tuple[Ticket, int]] = {}  # used by the thread only: ticket and first index by request
         self._numbers = itertools.count()
         self._is_stopping, self._failures = False, 0
         self._observe = observe
@@ -245,11 +225,9 @@ class EngineWorker:
                 found.append((ticket, first + output.index, output))
         self._tell(self._hand_out, found, num_tokens, seconds)
 
-    def _hand_out(
-        self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float
-    ) -> None:
+    def _hand_out(self, found: list[tuple[Ticket, int, RequestOutput]], num_tokens: int, seconds: float) -> None:
         for ticket, index, output in found:
-            ticket.told(index, output)
+            ticket.deliver(index, output)
         if self._observe is not None:
             self._observe(num_tokens, seconds)
         # tasks woken above are already in the loop's queue, so they write before this callback

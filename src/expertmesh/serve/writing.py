@@ -33,12 +33,7 @@ def as_id(token_id: int) -> str:
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        as_ids: whether texts are written as `token_id:7`.
-    """
+    """Texts and bytes of single tokens. `as_ids`: whether texts are written as `token_id:7`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
@@ -66,18 +61,7 @@ class _Sent:
 
 @dataclass
 class Writer:
-    """Formats the answers to one request.
-
-    Args:
-        job: the parsed request.
-        model: name of the model.
-        texts: texts of tokens.
-        wants_logprobs: whether logprobs are returned.
-        wants_ids: whether token ids are returned.
-        is_chat: whether it is a chat completion.
-        has_usage: whether a stream ends with its usage.
-        has_all_usage: whether each of its events has the usage so far, too.
-    """
+    """Formats the answers to one request."""
 
     job: Job
     model: str
@@ -97,9 +81,7 @@ class Writer:
 
     def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Response with complete answers."""
-        choices = [
-            self._choice(i, self._updates.of(i, outputs[i]), "message") for i in sorted(outputs)
-        ]
+        choices = [self._choice(i, self._updates.of(i, outputs[i]), "message") for i in sorted(outputs)]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._updates.usage()}
 
@@ -178,15 +160,14 @@ class Writer:
         }
 
     def _by_text(self, entry: Logprob) -> dict[str, float]:
-        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by id."""
+        """Logprobs of the most likely tokens and the chosen one, by text; other tokens without a text of their own: by
+        id."""
         texts = {token: self.texts.text(token) for token, _ in entry.top}
         texts |= {entry.token_id: self.texts.text(entry.token_id)}
         count = Counter(texts.values())
         found = {}
         for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-            is_own = token == entry.token_id or (
-                count[texts[token]] == 1 and _LOST not in texts[token]
-            )
+            is_own = token == entry.token_id or (count[texts[token]] == 1 and _LOST not in texts[token])
             found[texts[token] if is_own else as_id(token)] = _finite(value)
         return found
 
@@ -204,14 +185,14 @@ class Writer:
         return {"token": self.texts.text(token), "logprob": _finite(value), "bytes": data}
 
 
-def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Thought]) -> str:
-    """Text of all pieces of one kind."""
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+def text_of(parts: Iterable[Piece], kind: type[Content] | type[Thought]) -> str:
+    """Text of all parts of one kind."""
+    return "".join(piece.text for piece in parts if isinstance(piece, kind))
 
 
-def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _delta(parts: Sequence[Piece]) -> dict[str, Any]:
     """Delta of a chat's event with one piece or none."""
-    (piece,) = pieces or (Content(""),)
+    (piece,) = parts or (Content(""),)
     if isinstance(piece, Thought):
         return _reasoning(piece.text)
     if isinstance(piece, Content):
@@ -221,16 +202,16 @@ def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message(parts: Sequence[Piece]) -> dict[str, Any]:
     """Message of a whole chat completion."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
+    for piece in parts:
         if isinstance(piece, CallStart):
             calls[piece.index] = _call(piece)
         elif isinstance(piece, CallArguments):
             calls[piece.index]["function"]["arguments"] += piece.text
-    content = text_of(pieces, Content)
-    thought = text_of(pieces, Thought)
+    content = text_of(parts, Content)
+    thought = text_of(parts, Thought)
     return {
         "role": "assistant",
         "content": None if calls and not content else content,

@@ -1,6 +1,7 @@
 """Errors of request bodies: the field and the reason that fit best what the client sent.
 
-pydantic reports the errors of all forms that a field may have, under labels such as `list[TextPart]` or the name of a class.
+pydantic reports the errors of all forms that a field may have, under labels such as `list[TextPart]` or the name of a
+class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +14,12 @@ _FITS = ((float("inf"),),)
 
 
 class _Error(NamedTuple):
-    """Error at a place of the body.
+    """Error at a place of the body."""
 
-    Attributes:
-        steps: keys and indices to the place; with labels between them.
-        labels: whether each step is a label.
-        kind: pydantic's type of the error.
-        text: the reason.
-    """
-
-    steps: tuple[Any, ...]
-    labels: tuple[bool, ...]
-    kind: str
-    text: str
+    steps: tuple[Any, ...]  # keys and indices to the place; with labels between them
+    labels: tuple[bool, ...]  # whether each step is a label
+    kind: str  # pydantic's type of the error
+    text: str  # the reason
 
     def without(self, at: int) -> "_Error":
         """Error without the label at an index."""
@@ -33,7 +27,8 @@ class _Error(NamedTuple):
         return self._replace(steps=cut[0], labels=cut[1])
 
     def misfit(self, at: int) -> tuple[int, ...] | None:
-        """Order of the place below an index that has another type than the form; None: the value breaks another rule."""
+        """Order of the place below an index that has another type than the form; None: the value breaks another
+        rule."""
         if self.kind != "missing" and not self.kind.endswith("_type"):
             return None
         real = [s for s, is_label in zip(self.steps, self.labels, strict=True) if not is_label][at:]
@@ -47,7 +42,6 @@ def best_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | No
 
     Args:
         errors: errors as pydantic lists them, at least one; each place begins with "body".
-        body: the body that was parsed.
 
     Returns:
         The field, None for the whole body; and the message, which begins with the place.
@@ -109,6 +103,7 @@ def _narrowed(errors: list[_Error]) -> list[_Error]:
 
 
 def _fit(errors: Sequence[_Error], at: int) -> tuple[tuple[float, ...], ...]:
-    """Place of the first value of another type than a form's, which is later where the form fits better; `_FITS`: there is none."""
+    """Place of the first value of another type than a form's, which is later where the form fits better; `_FITS`: there
+    is none."""
     misfits = [place for error in errors if (place := error.misfit(at)) is not None]
     return (min(misfits),) if misfits else _FITS

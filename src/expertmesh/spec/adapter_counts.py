@@ -1,4 +1,5 @@
-"""Factors of a run's adapters and their numbers of parameters, from the model's specification, and their description."""
+"""Factors of a run's adapters and their numbers of parameters, from the model's specification, and their
+description."""
 
 import math
 from collections import Counter
@@ -12,15 +13,8 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements, param
 
 
 def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
-    """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors once.
-
-    Args:
-        config: options of the adapters.
-        spec: the model.
-
-    Raises:
-        ConfigError: a target is not in the model.
-    """
+    """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors
+    once."""
     for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
         *rows, columns = one.shape
         rank, part, experts = config.rank, one.part, dict[str, Any]()
@@ -47,7 +41,10 @@ def adapter_text(config: AdapterConfig, spec: ModelSpec) -> str:
     counts = factor_counts(config, spec)
     total, whole = sum(counts.values()), num_elements(spec)
     parts = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
-    text = f"{total:,} parameters beside {whole:,} that rest: {parts}; rank {config.rank}, scale {config.scaling(config.rank):g}"
+    text = (
+        f"{total:,} parameters beside {whole:,} that rest: {parts}; rank {config.rank}, scale "
+        f"{config.scaling(config.rank):g}"
+    )
     if "experts" in counts:
         rank = config.expert_rank_of(spec.experts_per_token)
         each = "for all experts of a layer" if config.shared else "for each expert"

@@ -54,13 +54,8 @@ def targeted(
     """Names of the parameters that some targets stand for.
 
     Args:
-        parts: names of the modules that each parameter is, by its name.
-        targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the model lacks are
-            passed over.
-        option: name of the option, for errors.
-
-    Raises:
-        ConfigError: a target matches nothing, or only some parts of a parameter.
+        targets: kinds of `KINDS`, or ends of names of parameters or of modules. With `USUAL` itself, kinds that the
+            model lacks are passed over.
     """
     found: dict[str, None] = {}
     used: set[str] = set()
@@ -81,11 +76,7 @@ def targeted(
 
 
 def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
-    """Names of the parameters of a model that a run adapts; none, if its weights learn.
-
-    Raises:
-        ConfigError: a target is not in the model, or has matrices of a lower rank than the adapters'.
-    """
+    """Names of the parameters of a model that a run adapts; none, if its weights learn."""
     if not config.rests:
         return []
     names = targeted(adaptable(spec), config.targets, option="adapter.targets")
@@ -111,14 +102,7 @@ def check_rank(
     """Refuse adapters of a higher rank than the matrices have.
 
     Args:
-        rank: r.
         shape: (*rows, columns) of the matrix, or (E, *rows, columns) of a stack.
-        of: name of the parameter.
-        is_stack: whether the first axis counts matrices.
-        option: name of the option, for errors.
-
-    Raises:
-        ConfigError: it is.
     """
     *rows, columns = shape[is_stack:]
     largest = min(math.prod(rows), columns)

@@ -45,7 +45,6 @@ def feed_forward(config: HasFeedForwards, num_experts: int) -> Iterator[Paramete
     """Every parameter of one feed-forward layer, `ffn` or `moe`, in the order of the model.
 
     Args:
-        config: the model.
         num_experts: experts of the layer; 0: it is dense.
     """
     if not num_experts:
@@ -55,12 +54,7 @@ def feed_forward(config: HasFeedForwards, num_experts: int) -> Iterator[Paramete
 
 
 def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
-    """Every parameter of a `MoELayer`.
-
-    Args:
-        config: the model.
-        num_experts: experts of the layer.
-    """
+    """Every parameter of a `MoELayer`."""
     D, options, E = config.dim, config.moe, num_experts
     if options.router == "cosine":
         C = options.cosine_dim
@@ -68,9 +62,7 @@ def moe(config: HasFeedForwards, num_experts: int) -> Iterator[Parameter]:
         yield parameter("moe.router.log_scale", "scale", "router", one=1)
         yield parameter("moe.router.proj.weight", "router", "router", cosine=C, model=D)
     elif options.router != "hash":
-        yield parameter(
-            "moe.router.proj.weight", "router", "router", expert=E, model=D, hub="mlp.gate.weight"
-        )
+        yield parameter("moe.router.proj.weight", "router", "router", expert=E, model=D, hub="mlp.gate.weight")
         if options.router_bias:
             name = "moe.router.proj.bias"
             yield parameter(name, "bias", "router", expert=E, hub="mlp.gate.bias")
@@ -102,31 +94,20 @@ _AXES_OF_MLP: Mapping[str, tuple[str, ...]] = {
     "b_in": ("branch", "hidden"),
     "b_out": ("model",),
 }
-MLP_CUT: Mapping[str, int] = {
-    name: axes.index("hidden") for name, axes in _AXES_OF_MLP.items() if "hidden" in axes
-}
+MLP_CUT: Mapping[str, int] = {name: axes.index("hidden") for name, axes in _AXES_OF_MLP.items() if "hidden" in axes}
 """Axis of each parameter of a `DenseMLP` along which tensor parallelism cuts it."""
 
 
 def mlp(
-    name: str,
-    part: str,
-    config: HasFeedForwards,
-    hidden_dim: int,
+    name: str,  # name of the module
+    part: str,  # see `Parameter`
+    config: HasFeedForwards,  # the model, whose width and activation are read
+    hidden_dim: int,  # F
     *,
-    bias: bool,
-    num_experts: int = 0,
+    bias: bool,  # whether there are biases
+    num_experts: int = 0,  # E; 0: a single network, without an expert axis
 ) -> Iterator[Parameter]:
-    """The parameters of a `DenseMLP`, or of the stacked experts of a layer.
-
-    Args:
-        name: name of the module.
-        part: see `Parameter`.
-        config: the model, whose width and activation are read.
-        hidden_dim: F.
-        bias: whether there are biases.
-        num_experts: E; 0: a single network, without an expert axis.
-    """
+    """The parameters of a `DenseMLP`, or of the stacked experts of a layer."""
     G = num_branches(config.activation)
     sizes = {"expert": num_experts, "branch": G, "hidden": hidden_dim, "model": config.dim}
     hub = _IN_HUB.get(part)

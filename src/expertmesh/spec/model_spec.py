@@ -1,7 +1,8 @@
 """Specification of a model's parameters, written once per family, without torch.
 
-A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimizer and the initial weights
-read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub their hub names.
+A family's `spec.py` lists every parameter in the order of the model. Costs count them. The optimizer and the initial
+weights read their roles, tensor parallelism reads their cut, expert parallelism their axes, and checkpoints of the hub
+their hub names.
 """
 
 import math
@@ -13,15 +14,14 @@ from typing import Literal
 
 from expertmesh.spec.resting import Resting
 
-Role = Literal[
-    "embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"
-]
-"""Kind of a parameter. embedding: rows that are looked up; positions: added or multiplied by position; head: projection of the
-model's inputs or outputs; router: scores of experts; gate: mixing weights of parallel blocks; matrix: product inside the model;
-norm: weight of a norm; bias; scale: a learned factor."""
+Role = Literal["embedding", "positions", "head", "router", "gate", "matrix", "norm", "bias", "scale"]
+"""Kind of a parameter. embedding: rows that are looked up; positions: added or multiplied by position; head: projection
+of the model's inputs or outputs; router: scores of experts; gate: mixing weights of parallel blocks; matrix: product
+inside the model; norm: weight of a norm; bias; scale: a learned factor."""
 
 LearnedAs = Literal["table", "edge", "matrix", "vector"]
-"""Optimizer group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with decay."""
+"""Optimizer group. table, vector: AdamW without decay; edge: AdamW with decay; matrix: Muon where it is used, with
+decay."""
 
 LEARNED_AS: Mapping[Role, LearnedAs] = {
     "embedding": "table",
@@ -43,31 +43,25 @@ class Parameter:
     """Specification of one parameter.
 
     Attributes:
-        name: name in the model.
-        shape: sizes of its axes.
-        axes: names of its axes: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
-        role: see `Role`.
-        part: part of the model that it is counted in, such as `attention` or `experts`; each family names its own.
-        layer: index of its layer in the model; None: it is outside the layers.
-        cut: axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole.
-        is_output: whether its product is added to the residual stream; such matrices have smaller initial values.
-        begins: initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others.
-        rests: how it is kept where it does not learn; None: it learns, in FP32.
-        hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads, one per
-            branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
+        hub: names of the tensors that it is made of in checkpoints of the hub: queries, keys and values along heads,
+            one per branch along branches; `{expert}` stands for an expert's number. Empty: the hub has none.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # name in the model
+    shape: tuple[int, ...]  # sizes of its axes
+    # names of its axes: vocab, model (D), heads (rows of all heads), hidden (F), branch (G), expert (E), ...
     axes: tuple[str, ...]
-    role: Role
-    part: str
-    layer: int | None = None
+    role: Role  # see `Role`
+    part: str  # part of the model that it is counted in, such as `attention` or `experts`; each family names its own
+    layer: int | None = None  # index of its layer in the model; None: it is outside the layers
+    # axis of `axes` along which tensor parallelism cuts it, if the sizes divide evenly; None: every rank has it whole
     cut: str | None = None
+    # whether its product is added to the residual stream; such matrices have smaller initial values
     is_output: bool = False
+    # initial value of all its elements; None: 1 for norms, 0 for biases, drawn at random for all others
     begins: float | None = None
     hub: tuple[str, ...] = ()
-    rests: Resting | None = None
+    rests: Resting | None = None  # how it is kept where it does not learn; None: it learns, in FP32
 
     @property
     def first_value(self) -> float | None:
@@ -105,13 +99,7 @@ class Parameter:
         return None if self.cut is None else self.axes.index(self.cut)
 
     def inside(self, prefix: str, hub_prefix: str = "", *, layer: int | None = None) -> "Parameter":
-        """Copy of the parameter, placed inside a module.
-
-        Args:
-            prefix: of its name, such as `layers.3.`.
-            hub_prefix: of its names in checkpoints of the hub.
-            layer: index of its layer.
-        """
+        """Copy of the parameter, placed inside a module."""
         hub = tuple(hub_prefix + name for name in self.hub)
         return replace(self, name=prefix + self.name, hub=hub, layer=layer)
 
@@ -146,9 +134,7 @@ def parameter(
     """
     names = (hub,) if isinstance(hub, str) else hub
     shape, axes = tuple(sizes.values()), tuple(sizes)
-    return Parameter(
-        name, shape, axes, role, part, cut=cut, is_output=is_output, begins=begins, hub=names
-    )
+    return Parameter(name, shape, axes, role, part, cut=cut, is_output=is_output, begins=begins, hub=names)
 
 
 @dataclass(frozen=True)
@@ -210,17 +196,13 @@ class ModelSpec:
     @cached_property
     def num_experts(self) -> tuple[int, ...]:
         """Number of routed experts of each layer that has some, in layer order."""
-        found = {
-            one.layer: one.shape[one.expert_axis] for one in self if one.expert_axis is not None
-        }
+        found = {one.layer: one.shape[one.expert_axis] for one in self if one.expert_axis is not None}
         return tuple(found.values())
 
     @cached_property
     def alike(self) -> tuple[tuple[Parameter, int], ...]:
         """(parameter, number) of parameters that differ in name and layer alone."""
-        return tuple(
-            Counter(replace(one, name="", layer=None, hub=()) for one in self.parameters).items()
-        )
+        return tuple(Counter(replace(one, name="", layer=None, hub=()) for one in self.parameters).items())
 
     @cached_property
     def _hash(self) -> int:

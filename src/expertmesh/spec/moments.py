@@ -1,8 +1,8 @@
 """Bytes of the optimizer's moments of a tensor, for each state dtype, without torch.
 
-Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose cut of
-the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply to every
-part that is large and consists of whole blocks.
+Moments stay in FP32 (FP64 in a float64 run) for tensors with one axis or few elements, and with int8 for tensors whose
+cut of the last axis over ranks falls inside a block. All other tensors use the requested dtype. Torchao's dtypes apply
+to every part that is large and consists of whole blocks.
 """
 
 import math
@@ -23,9 +23,6 @@ def block_size(width: int) -> int:
 
     It depends on the whole tensor alone, so that every layout over ranks has the same blocks.
 
-    Args:
-        width: length of the whole last axis.
-
     Example:
         >>> from expertmesh.spec.moments import block_size
         >>> block_size(4096), block_size(128), block_size(3)
@@ -36,16 +33,12 @@ def block_size(width: int) -> int:
 
 
 class Format(NamedTuple):
-    """Storage of a moment.
+    """Storage of a moment."""
 
-    Attributes:
-        bits: bits of an element.
-        num_floats: FP32 numbers beside the elements, such as scales, by the whole tensor's shape and the part's.
-        torchao_block: elements contiguous in memory that share a scale in torchao's formats; 0: the format is ours.
-    """
-
-    bits: int
+    bits: int  # bits of an element
+    # FP32 numbers beside the elements, such as scales, by the whole tensor's shape and the part's
     num_floats: Callable[[Sequence[int], Sequence[int]], int] = lambda shape, part: 0
+    # elements contiguous in memory that share a scale in torchao's formats; 0: the format is ours
     torchao_block: int = 0
 
 
@@ -66,7 +59,6 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
     Args:
         shape: shape of the whole tensor.
         part: shape of one rank's part of it.
-        state_dtype: the requested dtype.
     """
     if block := FORMATS[state_dtype].torchao_block:
         return math.prod(part) >= FEWEST_ELEMENTS and math.prod(part) % block == 0
@@ -76,15 +68,12 @@ def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtyp
     return state_dtype != "int8" or not is_cut or part[-1] % block_size(shape[-1]) == 0
 
 
-def moment_bytes(
-    shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype, *, master: int = 4
-) -> int:
+def moment_bytes(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype, *, master: int = 4) -> int:
     """Bytes of one moment of one rank's part of a tensor.
 
     Args:
         shape: shape of the whole tensor.
         part: shape of the rank's part of it.
-        state_dtype: the requested dtype.
         master: bytes of an element of the parameter.
 
     Example:

@@ -12,17 +12,12 @@ _BLOCK = 128
 
 
 class StoredLayout(NamedTuple):
-    """Storage of a format.
+    """Storage of a format."""
 
-    Attributes:
-        bits: bits of a number; 0: the type of the products.
-        num_scales: number of scales, by a matrix' shape and the group size.
-        scale_bytes: bytes of a scale; 0: the type of the products.
-    """
-
-    bits: int
+    bits: int  # bits of a number; 0: the type of the products
+    # number of scales, by a matrix' shape and the group size
     num_scales: Callable[[Sequence[int], int], int] = lambda shape, group: 0
-    scale_bytes: int = 0
+    scale_bytes: int = 0  # bytes of a scale; 0: the type of the products
 
 
 def _groups(shape: Sequence[int], group: int) -> int:
@@ -47,15 +42,10 @@ LAYOUTS: Mapping[str, StoredLayout] = {
 
 
 class Resting(NamedTuple):
-    """Storage of a parameter that rests.
+    """Storage of a parameter that rests."""
 
-    Attributes:
-        format: name in `LAYOUTS`.
-        group_size: input columns per scale, where the format leaves it open.
-    """
-
-    format: str
-    group_size: int = 64
+    format: str  # name in `LAYOUTS`
+    group_size: int = 64  # input columns per scale, where the format leaves it open
 
     def num_bytes(self, shape: Sequence[int], *, element_bytes: int) -> float:
         """Bytes of a tensor, scales included.

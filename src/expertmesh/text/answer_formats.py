@@ -1,4 +1,5 @@
-"""Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which marks."""
+"""Formats of answers: one table says how thoughts and calls are marked, and which chat template asks for which
+marks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,40 +24,24 @@ JSON = "json"
 
 
 class AnswerFormat(NamedTuple):
-    """Format of thoughts, of calls, or of both.
+    """Format of thoughts, of calls, or of both."""
 
-    Attributes:
-        names: its name, and further ones that vLLM has for it.
-        found: texts that a chat template of this format has, all of them; empty: no template shows it.
-        thoughts: how thoughts are marked; None: no thoughts.
-        calls: how calls are written; None: no calls.
-        id_size: letters and digits that templates want as the id of a call; None: any id will do.
-    """
-
-    names: tuple[str, ...]
-    found: tuple[str, ...]
-    thoughts: ThoughtSyntax | None = None
-    calls: CallSyntax | None = None
-    id_size: int | None = None
+    names: tuple[str, ...]  # its name, and further ones that vLLM has for it
+    found: tuple[str, ...]  # texts that a chat template of this format has, all of them; empty: no template shows it
+    thoughts: ThoughtSyntax | None = None  # how thoughts are marked; None: no thoughts
+    calls: CallSyntax | None = None  # how calls are written; None: no calls
+    id_size: int | None = None  # letters and digits that templates want as the id of a call; None: any id will do
 
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """Maker of the parsers of answers; alike for requests that are alike.
+    """Maker of the parsers of answers; alike for requests that are alike."""
 
-    Attributes:
-        thoughts: format of thoughts; None: they stay content.
-        calls: format of calls; None: they stay content.
-        tools: parameters of the tools that may be called, by name.
-        most: maximum number of calls; None: any number.
-        is_open: whether an answer begins within a thought.
-    """
-
-    thoughts: AnswerFormat | None = None
-    calls: AnswerFormat | None = None
-    tools: Tools = field(default_factory=dict)
-    most: int | None = None
-    is_open: bool = False
+    thoughts: AnswerFormat | None = None  # format of thoughts; None: they stay content
+    calls: AnswerFormat | None = None  # format of calls; None: they stay content
+    tools: Tools = field(default_factory=dict)  # parameters of the tools that may be called, by name
+    most: int | None = None  # maximum number of calls; None: any number
+    is_open: bool = False  # whether an answer begins within a thought
 
     def __call__(self) -> AnswerParser:
         """Parser of one answer."""
@@ -107,9 +92,7 @@ FORMATS = (
     AnswerFormat(("mistral_v11",), (_MISTRAL, "[ARGS]"), None, calls.MISTRAL_V11, 9),
     AnswerFormat(("mistral",), (_MISTRAL,), None, calls.MISTRAL, 9),
     AnswerFormat(("granite",), ("<|tool_call|>",), calls=calls.GRANITE),
-    AnswerFormat(
-        ("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER
-    ),
+    AnswerFormat(("qwen3_coder", "qwen3_xml"), ("<tool_call>", "<function="), calls=calls.QWEN3_CODER),
     AnswerFormat(("glm45", "glm47"), ("<tool_call>", "<arg_key>"), calls=calls.GLM),
     AnswerFormat(("seed_oss",), ("<seed:tool_call>",), calls=calls.SEED),
     AnswerFormat(("minimax", "hunyuan_a13b"), ("<tool_calls>",), calls=calls.TOOL_CALLS),
@@ -163,15 +146,10 @@ def format_of(kind: str, template: str, name: str | None = None) -> AnswerFormat
     """Format of thoughts or calls.
 
     Args:
-        kind: "thoughts" or "calls".
-        template: source of the chat template.
         name: name of the format; None: the one that is found in the template.
 
     Returns:
         None: none, by name or because the template has the marks of none.
-
-    Raises:
-        ConfigError: the name is unknown; lists the known ones.
     """
     if name is None:
         found = (one for one in _of(kind) if one.found and all(t in template for t in one.found))

@@ -27,11 +27,7 @@ def new_id(size: int | None = None) -> str:
 
 
 class ThoughtSyntax(Protocol):
-    """Syntax of thoughts.
-
-    Attributes:
-        markers: texts that may be special tokens.
-    """
+    """Syntax of thoughts."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -44,12 +40,7 @@ class ThoughtSyntax(Protocol):
         ...
 
     def is_open(self, prompt: str, said: str = "") -> bool:
-        """Whether an answer begins within a thought.
-
-        Args:
-            prompt: end of the prompt.
-            said: text of the message that the answer continues; "": none.
-        """
+        """Whether an answer begins within a thought."""
         ...
 
     def is_over(self, prompt: str) -> bool:
@@ -252,12 +243,7 @@ class _HarmonyParser:
 
 
 class MarkedParser:
-    """Parser of an answer that may have thoughts and calls.
-
-    Args:
-        thoughts: tells thoughts from the rest.
-        calls: tells calls from content.
-    """
+    """Parser of an answer that may have thoughts and calls."""
 
     def __init__(self, thoughts: AnswerParser, calls: AnswerParser) -> None:
         self._thoughts, self._calls = thoughts, calls
@@ -270,30 +256,23 @@ class MarkedParser:
         """Pieces that were held back."""
         return [*self._rest(self._thoughts.finish()), *self._calls.finish()]
 
-    def _rest(self, pieces: list[Piece]) -> list[Piece]:
+    def _rest(self, parts: list[Piece]) -> list[Piece]:
         found: list[Piece] = []
-        for piece in pieces:
+        for piece in parts:
             found += self._calls.feed(piece.text) if isinstance(piece, Content) else [piece]
         return found
 
 
 class CallParser:
-    """Parser of calls of tools. A block of calls is given when it is whole; one that is no block stays content.
-
-    Args:
-        syntax: how calls are written.
-        tools: tools that may be called; a call of another name is content.
-        most: maximum number of calls, further ones are left out; None: any number.
-        id_size: letters and digits of an id; None: OpenAI's form. A model's own id is kept.
-    """
+    """Parser of calls of tools. A block of calls is given when it is whole; one that is no block stays content."""
 
     def __init__(
         self,
-        syntax: CallSyntax,
-        tools: Tools,
+        syntax: CallSyntax,  # how calls are written
+        tools: Tools,  # tools that may be called; a call of another name is content
         *,
-        most: int | None = None,
-        id_size: int | None = None,
+        most: int | None = None,  # maximum number of calls, further ones are left out; None: any number
+        id_size: int | None = None,  # letters and digits of an id; None: OpenAI's form. A model's own id is kept.
     ) -> None:
         self._syntax, self._tools, self._most, self._id_size = syntax, tools, most, id_size
         self._held, self._blanks = "", ""

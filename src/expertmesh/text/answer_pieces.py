@@ -17,17 +17,12 @@ class Thought(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """Beginning of a call of a tool; its arguments follow as `CallArguments` of the same index.
+    """Beginning of a call of a tool; its arguments follow as `CallArguments` of the same index."""
 
-    Attributes:
-        index: number of the call in its answer, from 0.
-        call_id: id of the call, as long and of such characters as the model's chat template wants.
-        name: name of the function.
-    """
-
+    # number of the call in its answer, from 0
     index: int  # type: ignore[assignment]
-    call_id: str
-    name: str
+    call_id: str  # id of the call, as long and of such characters as the model's chat template wants
+    name: str  # name of the function
 
 
 class CallArguments(NamedTuple):
@@ -64,10 +59,10 @@ class PlainParser:
         return []
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(parts: Iterable[Piece]) -> list[Piece]:
     """Pieces with neighbours of one kind (and of one call) joined, and empty ones left out."""
     found: list[Piece] = []
-    for piece in pieces:
+    for piece in parts:
         if isinstance(piece, CallStart):
             found.append(piece)
             continue

@@ -18,17 +18,11 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class ReadCall(NamedTuple):
-    """A call as a model wrote it.
+    """A call as a model wrote it."""
 
-    Attributes:
-        name: name of the function.
-        arguments: JSON text of an object.
-        call_id: id that the model gave it; None: none.
-    """
-
-    name: str
-    arguments: str
-    call_id: str | None = None
+    name: str  # name of the function
+    arguments: str  # JSON text of an object
+    call_id: str | None = None  # id that the model gave it; None: none
 
 
 class MalformedCallError(ValueError):
@@ -44,40 +38,25 @@ class MalformedCallError(ValueError):
 
 
 class CallMarkup(NamedTuple):
-    """Text around calls, in which `{name}` stands for a function's name.
+    """Text around calls, in which `{name}` stands for a function's name."""
 
-    Attributes:
-        before: text before the first call.
-        opens: text between the beginning of a call and its arguments.
-        closes: text behind the arguments.
-        between: text between calls; None: there is one call only.
-        after: text behind the last call.
-    """
-
-    opens: str
-    closes: str = ""
-    before: str = ""
-    between: str | None = ""
-    after: str = ""
+    opens: str  # text between the beginning of a call and its arguments
+    closes: str = ""  # text behind the arguments
+    before: str = ""  # text before the first call
+    between: str | None = ""  # text between calls; None: there is one call only
+    after: str = ""  # text behind the last call
 
 
 class CallSyntax(NamedTuple):
-    """A syntax of calls.
+    """A syntax of calls."""
 
-    Attributes:
-        begin: marker before a block of calls; "": a block is a whole answer.
-        end: marker behind it; None: the block is the rest of the answer.
-        read: calls in the text between the markers; raises MalformedCallError.
-        first: beginnings of that text; an answer where none of them follows has no block there; empty: any.
-        markers: further markers, which may be special tokens.
-        markup: text around calls for guided decoding; None: calls that must be are written as `JSON_CALLS`.
-    """
-
-    begin: str
-    end: str | None
-    read: Callable[[str, Tools], list[ReadCall]]
+    begin: str  # marker before a block of calls; "": a block is a whole answer
+    end: str | None  # marker behind it; None: the block is the rest of the answer
+    read: Callable[[str, Tools], list[ReadCall]]  # calls in the text between the markers; raises MalformedCallError
+    # beginnings of that text; an answer where none of them follows has no block there; empty: any
     first: tuple[str, ...] = ()
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()  # further markers, which may be special tokens
+    # text around calls for guided decoding; None: calls that must be are written as `JSON_CALLS`
     markup: CallMarkup | None = None
 
     @property
@@ -280,21 +259,14 @@ def _read_each(head: re.Pattern[str], close: re.Pattern[str]) -> Callable[..., l
 
 
 class _Tags(NamedTuple):
-    """Tags of calls whose arguments are texts.
+    """Tags of calls whose arguments are texts."""
 
-    Attributes:
-        head: what a call begins with, with a group `name`.
-        opens: what an argument begins with, with a group `key`, and `string` ("true" or "false") where it tells that.
-        closes: what ends its value.
-        tail: what ends the call.
-        is_lined: whether a line break around a value is none of it.
-    """
-
-    head: re.Pattern[str]
+    head: re.Pattern[str]  # what a call begins with, with a group `name`
+    # what an argument begins with, with a group `key`, and `string` ("true" or "false") where it tells that
     opens: re.Pattern[str]
-    closes: str
-    tail: re.Pattern[str]
-    is_lined: bool = False
+    closes: str  # what ends its value
+    tail: re.Pattern[str]  # what ends the call
+    is_lined: bool = False  # whether a line break around a value is none of it
 
     def read(self, text: str, tools: Tools) -> list[ReadCall]:
         """Calls in a text."""
@@ -404,9 +376,7 @@ _MINIMAX = _Tags(
 )
 _DSML = _Tags(
     re.compile(r"\s*<｜DSML｜invoke name=\"(?P<name>[^\"\n]+)\">\s*"),
-    re.compile(
-        r"\s*<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\"(?: string=\"(?P<string>true|false)\")?>"
-    ),
+    re.compile(r"\s*<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\"(?: string=\"(?P<string>true|false)\")?>"),
     "</｜DSML｜parameter>",
     re.compile(r"\s*</｜DSML｜invoke>\s*"),
 )
@@ -423,9 +393,7 @@ HERMES = CallSyntax(
     "</tool_call>",
     read_json,
     ("{", "["),
-    markup=CallMarkup(
-        '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"
-    ),
+    markup=CallMarkup('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", between="\n"),
 )
 TOOL_CALLS, TOOLCALL, INTERNLM, COHERE = (
     CallSyntax(begin, end, read_json, ("{", "["))
@@ -441,13 +409,9 @@ LFM2 = CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", read_python, ("[",
 QWEN3_CODER = CallSyntax("<tool_call>", "</tool_call>", _QWEN3_CODER.read, ("<function=",))
 SEED = QWEN3_CODER._replace(begin="<seed:tool_call>", end="</seed:tool_call>")
 GLM = CallSyntax("<tool_call>", "</tool_call>", _GLM.read)
-MINIMAX = CallSyntax(
-    "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX.read, ("<invoke name=",)
-)
+MINIMAX = CallSyntax("<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX.read, ("<invoke name=",))
 DEEPSEEK_V32, DEEPSEEK_V4 = (
-    CallSyntax(
-        f"<｜DSML｜{name}>", f"</｜DSML｜{name}>", _DSML.read, ("<｜DSML｜invoke",), ("｜DSML｜",)
-    )
+    CallSyntax(f"<｜DSML｜{name}>", f"</｜DSML｜{name}>", _DSML.read, ("<｜DSML｜invoke",), ("｜DSML｜",))
     for name in ("function_calls", "tool_calls")
 )
 DEEPSEEK_V3 = CallSyntax(
@@ -498,12 +462,8 @@ KIMI = CallSyntax(
         "<|tool_calls_section_end|>",
     ),
 )
-MISTRAL = CallSyntax(
-    "[TOOL_CALLS]", None, _read_mistral, markup=_JSON_LIST._replace(before="[TOOL_CALLS][")
-)
-MISTRAL_V11 = MISTRAL._replace(
-    markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]")
-)
+MISTRAL = CallSyntax("[TOOL_CALLS]", None, _read_mistral, markup=_JSON_LIST._replace(before="[TOOL_CALLS]["))
+MISTRAL_V11 = MISTRAL._replace(markers=("[ARGS]", "[CALL_ID]"), markup=CallMarkup("[TOOL_CALLS]{name}[ARGS]"))
 LLAMA = CallSyntax(
     "<|python_tag|>",
     None,
@@ -511,9 +471,7 @@ LLAMA = CallSyntax(
     ("{",),
     markup=CallMarkup('{{"name": "{name}", "parameters": ', "}", between=None),
 )
-GRANITE = JSON_CALLS._replace(
-    begin="<|tool_call|>", markup=_JSON_LIST._replace(before="<|tool_call|>[")
-)
+GRANITE = JSON_CALLS._replace(begin="<|tool_call|>", markup=_JSON_LIST._replace(before="<|tool_call|>["))
 HARMONY_CALLS = CallSyntax(
     "<|channel|>",
     "<|call|>",

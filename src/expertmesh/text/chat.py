@@ -1,14 +1,16 @@
-"""Chat formats: conversations as tokens, with the tokens that a model learns (the assistant's turns and their end tokens).
+"""Chat formats: conversations as tokens, with the tokens that a model learns (the assistant's turns and their end
+tokens).
 
-A format gives training samples by `samples` and the stop tokens of generation as `ends`, so that generation stops at the
-tokens that end a turn in training.
+A format gives training samples by `samples` and the stop tokens of generation as `ends`, so that generation stops at
+the tokens that end a turn in training.
 
-A tokenizer with a chat template (from a converted checkpoint of the hub) uses the template. All others use our own format:
+A tokenizer with a chat template (from a converted checkpoint of the hub) uses the template. All others use our own
+format:
 
     <|endoftext|> <|user|> What is 2 + 2? <|endoftext|> <|assistant|> 4. <|endoftext|>
 
-Each message is the mark of its role, its content and the end of text. A tokenizer learned from conversations has the marks
-as special tokens; any other tokenizer encodes them as text. docs/decisions/009-conversations.md says why.
+Each message is the mark of its role, its content and the end of text. A tokenizer learned from conversations has the
+marks as special tokens; any other tokenizer encodes them as text. docs/decisions/009-conversations.md says why.
 """
 
 import hashlib
@@ -27,7 +29,7 @@ from expertmesh.text.answer_formats import format_of
 from expertmesh.text.chat_template import variables_of
 from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.messages import ROLES, strings_of
-from expertmesh.text.template_messages import CallForm, best_form, forms_of, told, with_fitting
+from expertmesh.text.template_messages import CallForm, best_form, for_template, forms_of, with_fitting
 from expertmesh.text.template_process import render
 from expertmesh.text.tokenizer import end_of_text_id, ids_of_text
 
@@ -49,7 +51,10 @@ RESERVED_VARIABLES = (
 """Names that further variables of a template may not have: arguments of a prompt set them, or nothing does."""
 
 _QUOTED = "quote a special token of the model"
-_NO_TOOLS = f"calls of tools need a chat template that writes them; begin with a converted model that has one ({named('train.init_from')})"
+_NO_TOOLS = (
+    "calls of tools need a chat template that writes them; begin with a converted model that has one "
+    f"({named('train.init_from')})"
+)
 MARKS = tuple(f"<|{role}|>" for role in ROLES)
 """Tokens that begin a message in our own format."""
 
@@ -61,9 +66,7 @@ OWN_TEMPLATE = OWN_TEMPLATE_FILE.read_text(encoding="utf-8")
 
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's and has content or tool calls."""
-    return message["role"] == "assistant" and bool(
-        message["content"].strip() or message.get("tool_calls")
-    )
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -72,15 +75,10 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 
 class TokenSpan(NamedTuple):
-    """Neighbouring tokens of a conversation.
-
-    Attributes:
-        ids: token ids.
-        is_learned: whether the loss includes them: they are an answer of the assistant or its end token.
-    """
+    """Neighbouring tokens of a conversation."""
 
     ids: list[int]
-    is_learned: bool
+    is_learned: bool  # whether the loss includes them: they are an answer of the assistant or its end token
 
 
 class OwnFormat:
@@ -88,22 +86,17 @@ class OwnFormat:
 
     Args:
         tokenizer: has an end of text, and encodes special tokens that occur in a text as plain text.
-        is_told: whether the files beside the tokenizer have the format as their chat template.
-
-    Attributes:
-        identity: key of everything that the tokens depend on, except the tokenizer.
-        source: the format as a chat template.
-        ends: tokens that end an answer; never empty.
+        is_template: whether the files beside the tokenizer have the format as their chat template.
     """
 
-    identity = "own 1"
+    identity = "own 1"  # key of everything that the tokens depend on, except the tokenizer
 
-    def __init__(self, tokenizer: Tokenizer, *, is_told: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_template: bool = False) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
-        self._is_told = is_told
+        self._is_template = is_template
         self._bound = TokenBound(tokenizer)
-        self.source = OWN_TEMPLATE
-        self.ends: tuple[int, ...] = (self._end,)
+        self.source = OWN_TEMPLATE  # the format as a chat template
+        self.ends: tuple[int, ...] = (self._end,)  # tokens that end an answer; never empty
 
     @property
     def has_marks(self) -> bool:
@@ -113,25 +106,22 @@ class OwnFormat:
     @property
     def is_known(self) -> bool:
         """Whether the model has learned the format: a file says so, or the tokenizer, which has the marks."""
-        return self._is_told or self.has_marks
+        return self._is_template or self.has_marks
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as text."""
+        """Reason to refuse a conversation, as a predicate in the plural. Always None: any content is encoded as
+        text."""
         return None
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
-        """Token sequences to learn from: always one.
-
-        Raises:
-            ConfigError: the conversation calls tools.
-        """
+        """Token sequences to learn from: always one."""
         _check_tools(self, conversation)
-        pieces = [TokenSpan([self._end], False)]
+        spans = [TokenSpan([self._end], False)]
         for message in conversation[MESSAGES]:
-            pieces.append(TokenSpan(self._mark(message["role"]), False))
+            spans.append(TokenSpan(self._mark(message["role"]), False))
             ids = [*ids_of_text(self._tokenizer, message["content"]), self._end]
-            pieces.append(TokenSpan(ids, is_learned(message)))
-        return [pieces]
+            spans.append(TokenSpan(ids, is_learned(message)))
+        return [spans]
 
     def writes(self, field: str) -> bool:
         """Whether a field of messages is written besides role and content."""
@@ -144,31 +134,18 @@ class OwnFormat:
 
     def prompt(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[dict[str, Any]],  # the conversation
         *,
-        tools: list[dict[str, Any]] | None = None,
-        asks: bool = True,
-        continues: bool = False,
+        tools: list[dict[str, Any]] | None = None,  # tools that may be called, which this format does not write
+        asks: bool = True,  # whether the assistant's mark follows the messages; ignored with `continues`
+        continues: bool = False,  # whether the last message stays open, so that the answer continues its text
         variables: Mapping[str, Any] = MappingProxyType({}),
-        window: int | None = None,
+        window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
-        """Prompt for an answer of the assistant: the messages, then the assistant's mark.
-
-        Args:
-            messages: the conversation.
-            tools: tools that may be called, which this format does not write.
-            asks: whether the assistant's mark follows the messages; ignored with `continues`.
-            continues: whether the last message stays open, so that the answer continues its text.
-            variables: variables of a chat template, which this format does not read.
-            window: maximum tokens of the model; None: any number.
-
-        Raises:
-            ConfigError: the messages call tools.
-            TextLimitError: they surely have more tokens than the window; raised before they are tokenised.
-        """
+        """Prompt for an answer of the assistant: the messages, then the assistant's mark."""
         self._bound.check("\n".join(message["content"] for message in messages), window)
-        (pieces,) = self.samples({MESSAGES: messages})
-        ids = [i for piece in pieces for i in piece.ids]
+        (spans,) = self.samples({MESSAGES: messages})
+        ids = [i for span in spans for i in span.ids]
         if continues:
             return ids[:-1]
         return ids + self._mark("assistant") if asks else ids
@@ -181,36 +158,24 @@ class OwnFormat:
 class TemplateFormat:
     """Chat format given by a chat template of the hub, rendered in jinja2's sandbox.
 
-    The text before an assistant's turn is the template's output for the earlier messages with its generation prompt, so that
-    training and generation see the same prompt. If a template writes earlier turns differently from the last one (models that
-    drop their reasoning), each turn of the assistant becomes a sequence of its own.
+    The text before an assistant's turn is the template's output for the earlier messages with its generation prompt, so
+    that training and generation see the same prompt. If a template writes earlier turns differently from the last one
+    (models that drop their reasoning), each turn of the assistant becomes a sequence of its own.
 
-    An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the special
-    token that begins the next turn is learned as the end, and the end of text behind the last answer of a sequence. If the next
-    turn begins in plain text, each answer becomes a sequence of its own.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        template: source of the Jinja template.
-        variables: variables such as bos_token that the template may use.
-        with_tools: source of the template for conversations with tools; None: the same.
-        unset: see `chat_template.rendered`.
-        splits_special: whether special tokens that the template writes are encoded as text.
-
-    Attributes:
-        identity: key of everything that the tokens depend on, except the tokenizer.
-        source: the template.
+    An answer ends in the special token that the template writes behind it. If the template writes none (GLM-4-MoE), the
+    special token that begins the next turn is learned as the end, and the end of text behind the last answer of a
+    sequence. If the next turn begins in plain text, each answer becomes a sequence of its own.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        template: str,
-        variables: Mapping[str, str],
+        tokenizer: Tokenizer,  # the model's tokenizer
+        template: str,  # source of the Jinja template
+        variables: Mapping[str, str],  # variables such as bos_token that the template may use
         *,
-        with_tools: str | None = None,
-        unset: Collection[str] | None = None,
-        splits_special: bool = False,
+        with_tools: str | None = None,  # source of the template for conversations with tools; None: the same
+        unset: Collection[str] | None = None,  # see `chat_template.rendered`
+        splits_special: bool = False,  # whether special tokens that the template writes are encoded as text
     ) -> None:
         self._given = tokenizer
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
@@ -220,11 +185,7 @@ class TemplateFormat:
         self._with_tools, self._unset = with_tools, unset
         added = tokenizer.get_added_tokens_decoder()
         named = set(self._variables.values())  # of a tokenizer that was not read beside its files
-        self._special = {
-            token.content: i
-            for i, token in added.items()
-            if token.special or token.content in named
-        }
+        self._special = {token.content: i for i, token in added.items() if token.special or token.content in named}
 
     @cached_property
     def identity(self) -> str:
@@ -241,7 +202,8 @@ class TemplateFormat:
 
     @cached_property
     def _header(self) -> str:
-        """Generation prompt of a template that ignores `add_generation_prompt`: the text that it writes before an answer.
+        """Generation prompt of a template that ignores `add_generation_prompt`: the text that it writes before an
+        answer.
 
         "": the template handles `add_generation_prompt`, or writes only blanks before an answer (Mistral).
         """
@@ -265,7 +227,8 @@ class TemplateFormat:
 
     @cached_property
     def _ends(self) -> dict[int, bool]:
-        """End tokens found by probe conversations, each with whether it closes answers that the template leaves open."""
+        """End tokens found by probe conversations, each with whether it closes answers that the template leaves
+        open."""
         calls = [(_ASKED, _CALL)] if self.writes("tool_calls") else []
         found: dict[int, bool] = {}
         for talk in ((_ASKED, _ANSWER), (_SYSTEM, _ASKED, _ANSWER), *calls):
@@ -274,10 +237,9 @@ class TemplateFormat:
                     found[token] = is_open or found.get(token, False)
         return found
 
-    def _ends_of(
-        self, talk: list[dict[str, Any]], following: list[dict[str, Any]]
-    ) -> list[tuple[int, bool]]:
-        """End token of the last answer of `talk` if `following` comes next, and whether the template left the answer open.
+    def _ends_of(self, talk: list[dict[str, Any]], following: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+        """End token of the last answer of `talk` if `following` comes next, and whether the template left the answer
+        open.
 
         Empty if the template refuses the conversation.
         """
@@ -314,15 +276,12 @@ class TemplateFormat:
         return f"{self.source}\n{self._with_tools or ''}"
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else None."""
+        """Reason to refuse a conversation that quotes a special token, which would be encoded as that token; else
+        None."""
         return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[TokenSpan]]:
-        """Token sequences to learn from: one, or one for each turn.
-
-        Raises:
-            ConfigError: the template refuses the conversation, does not continue its own prompt, or writes no calls of tools.
-        """
+        """Token sequences to learn from: one, or one for each turn."""
         _check_tools(self, conversation)
         turns = [i for i, message in enumerate(conversation[MESSAGES]) if is_learned(message)]
         answers = self._answers(conversation, turns)
@@ -336,7 +295,7 @@ class TemplateFormat:
             or self._special.get(self._first_special(whole[len(one.until) :]) or "") in self.ends
             for one in answers[:-1]
         )
-        return [self._pieces(answers)] if is_one else [self._pieces([one]) for one in answers]
+        return [self._spans(answers)] if is_one else [self._spans([one]) for one in answers]
 
     def _answers(self, conversation: Conversation, turns: list[int]) -> list["_ParsedAnswer"]:
         """The answers at these indices of the messages, each with the text before it."""
@@ -347,7 +306,8 @@ class TemplateFormat:
             until = self._render(messages[: i + 1], tools)
             if not until.startswith(before):
                 raise ConfigError(
-                    "the chat template writes an answer otherwise than as a continuation of its own prompt; use another template"
+                    "the chat template writes an answer otherwise than as a continuation of its own prompt; use "
+                    "another template"
                 )
             found.append(_ParsedAnswer(before, until))
         return found
@@ -364,38 +324,20 @@ class TemplateFormat:
 
     def prompt(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[dict[str, Any]],  # the conversation
         *,
-        tools: list[dict[str, Any]] | None = None,
-        asks: bool = True,
-        continues: bool = False,
+        tools: list[dict[str, Any]] | None = None,  # tools that may be called; None: none
+        asks: bool = True,  # whether the template's generation prompt follows the messages; ignored with `continues`
+        continues: bool = False,  # whether the last message stays open, so that the answer continues its text
         variables: Mapping[str, Any] = MappingProxyType({}),
-        window: int | None = None,
+        window: int | None = None,  # maximum tokens of the model; None: any number
     ) -> list[int]:
-        """Prompt for an answer of the assistant.
-
-        Args:
-            messages: the conversation.
-            tools: tools that may be called; None: none.
-            asks: whether the template's generation prompt follows the messages; ignored with `continues`.
-            continues: whether the last message stays open, so that the answer continues its text.
-            variables: further variables of the template, which override the format's own.
-            window: maximum tokens of the model; None: any number.
-
-        Raises:
-            ConfigError: a message or a variable quotes a special token, which could end its turn; the template refuses the
-                messages; or it does not write the text that `continues` continues.
-            TextLimitError: the text surely has more tokens than the window, which is told before it is tokenised; or the
-                template takes too long.
-        """
+        """Prompt for an answer of the assistant."""
         messages = [*map(self._with_calls, messages)]
         most = self._bound.most_characters(window)
         most = None if most is None else most + len(_OPEN_END)  # which is cut off again
         wish = {"variables": variables, "most": most}
-        if continues:
-            text = self._open(messages, tools, wish)
-        else:
-            text = self._render(messages, tools, asks=asks, **wish)
+        text = self._open(messages, tools, wish) if continues else self._render(messages, tools, asks=asks, **wish)
         self._bound.check(text, window)
         if (token := self._quoted([messages, tools, dict(variables)])) is not None:
             raise ConfigError(
@@ -428,13 +370,12 @@ class TemplateFormat:
         """Text of the messages up to the end of the last content, as transformers' `continue_final_message` cuts it."""
         *before, last = messages
         last = {**last, "content": last["content"] or ""}
-        text = self._render(
-            [*before, {**last, "content": last["content"] + _OPEN_END}], tools, **wish
-        )
+        text = self._render([*before, {**last, "content": last["content"] + _OPEN_END}], tools, **wish)
         written, mark, rest = text.rpartition(_OPEN_END.strip())
         if not mark or last["content"].strip() not in written:
             raise ConfigError(
-                "the chat template does not write the text of the last message as it is, so that nothing can continue it; ask for"
+                "the chat template does not write the text of the last message as it is, so that nothing can continue "
+                "it; ask for"
                 " an answer"
             )
         # a template that trims the blank of the mark would have trimmed those of the content
@@ -445,31 +386,28 @@ class TemplateFormat:
         texts = list(strings_of(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
-    def _pieces(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
+    def _spans(self, answers: list["_ParsedAnswer"]) -> list[TokenSpan]:
         """Token spans of one sequence, cut at its answers; blanks behind an end token are not learned."""
-        text, pieces, at, is_open = answers[-1].until, [], 0, False
+        text, spans, at, is_open = answers[-1].until, [], 0, False
         for answer in answers:
-            pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
+            spans += self._between(text[at : len(answer.before)], ends_answer=is_open)
             is_open = self._last_special(answer.text) is None
             at = len(answer.until if is_open else answer.until.rstrip())
-            pieces.append(
-                TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True)
-            )
+            spans.append(TokenSpan(ids_of_text(self._tokenizer, text[len(answer.before) : at]), True))
         if is_open:
-            pieces.append(TokenSpan([self._end], True))
-        pieces += self._between(text[at:], ends_answer=False)
-        return [piece for piece in pieces if piece.ids]
+            spans.append(TokenSpan([self._end], True))
+        spans += self._between(text[at:], ends_answer=False)
+        return [span for span in spans if span.ids]
 
     def _between(self, text: str, *, ends_answer: bool) -> list[TokenSpan]:
-        """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is learned."""
+        """Spans of the text before an answer. If `ends_answer`, its first special token ends the last answer and is
+        learned."""
         ids = ids_of_text(self._tokenizer, text)
         special = set(self._special.values())
         count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
         return [TokenSpan(ids[:count], True), TokenSpan(ids[count:], False)]
 
-    def _render(
-        self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False, **more: Any
-    ) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False, **more: Any) -> str:
         text = self._render_as_it_is(messages, tools, asks=asks, **more)
         return text + self._header if asks else text
 
@@ -484,7 +422,7 @@ class TemplateFormat:
     ) -> str:
         """Text of the template, of at most `most` characters, with the arguments that transformers gives it."""
         source = self.source if tools is None else self._with_tools or self.source
-        said = [told({k: v for k, v in m.items() if k != NOT_LEARNED}) for m in messages]
+        said = [for_template({k: v for k, v in m.items() if k != NOT_LEARNED}) for m in messages]
         own = {MESSAGES: said, "tools": tools, "add_generation_prompt": asks}
         given = {**_NOTHING, **self._variables, **variables, **own}
         return render(source, given, unset=self._unset, most_characters=most)
@@ -496,24 +434,17 @@ def _names(source: str, word: str) -> bool:
 
 
 class _ParsedAnswer(NamedTuple):
-    """Rendered text of an answer.
+    """Rendered text of an answer."""
 
-    Attributes:
-        before: text before the answer, with the generation prompt.
-        until: text up to the end of the answer.
-    """
-
-    before: str
-    until: str
+    before: str  # text before the answer, with the generation prompt
+    until: str  # text up to the end of the answer
 
     @property
     def text(self) -> str:
         return self.until[len(self.before) :]
 
 
-_ASKED, _ANSWER, _SYSTEM, _TOOL = (
-    {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
-)
+_ASKED, _ANSWER, _SYSTEM, _TOOL = ({"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool"))
 _NOTHING = {"documents": None}
 """Variables of a template unless they are given."""
 _PROBE = "8d1f answer"
@@ -533,9 +464,7 @@ ChatFormat = OwnFormat | TemplateFormat
 def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
     """Raise ConfigError if a conversation has tools or tool calls and the format cannot write them."""
     has_calls = any(m.get("tool_calls") for m in conversation[MESSAGES])
-    if (has_calls and not form.writes("tool_calls")) or (
-        "tools" in conversation and not form.writes("tools")
-    ):
+    if (has_calls and not form.writes("tool_calls")) or ("tools" in conversation and not form.writes("tools")):
         raise ConfigError(_NO_TOOLS)
 
 
@@ -543,22 +472,11 @@ def latest_turns(
     form: ChatFormat,
     messages: list[dict[str, Any]],
     *,
-    most: int,
-    window: int,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    most: int,  # maximum tokens of the prompt
+    window: int,  # maximum tokens of the model
+    variables: Mapping[str, Any] = MappingProxyType({}),  # further variables of a chat template
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Latest messages of a conversation that fit into a number of tokens, and their prompt.
-
-    Args:
-        form: chat format.
-        messages: alternating turns of the user and the assistant; the last one, the user's, is kept however long it is.
-        most: maximum tokens of the prompt.
-        window: maximum tokens of the model.
-        variables: further variables of a chat template.
-
-    Raises:
-        ConfigError: see `prompt`.
-    """
+    """Latest messages of a conversation that fit into a number of tokens, and their prompt."""
     for first in range(0, len(messages), 2):
         kept = messages[first:]
         try:

@@ -1,8 +1,9 @@
-"""Chat templates of the hub: Jinja in jinja2's immutable sandbox, with the functions that transformers gives to templates.
+"""Chat templates of the hub: Jinja in jinja2's immutable sandbox, with the functions that transformers gives to
+templates.
 
 A template is an untrusted program. It gets its variables and nothing else: no clock, no attributes that begin with an
-underscore, no classes. Templates that ask for the date use their own default, or `DATE` if they have none (gpt-oss), so that
-tokens do not depend on the day. `template_process` bounds its time and memory.
+underscore, no classes. Templates that ask for the date use their own default, or `DATE` if they have none (gpt-oss), so
+that tokens do not depend on the day. `template_process` bounds its time and memory.
 """
 
 import json
@@ -36,24 +37,17 @@ class TooMuchWrittenError(Exception):
 
 
 def rendered(
-    source: str,
-    variables: Mapping[str, Any],
+    source: str,  # the template
+    variables: Mapping[str, Any],  # its variables, of plain types
     *,
     unset: Collection[str] | None = None,
-    most_characters: int,
+    most_characters: int,  # characters that it may write
 ) -> str:
     """Text that a template writes.
 
     Args:
-        source: the template.
-        variables: its variables, of plain types.
-        unset: names of special tokens that are known to be nothing; the use of any other unknown token is refused. None: an
-            unknown token is nothing.
-        most_characters: characters that it may write.
-
-    Raises:
-        ConfigError: the source is not valid Jinja, jinja2 is too old, or the template refuses its variables.
-        TooMuchWrittenError: it writes more characters.
+        unset: names of special tokens that are known to be nothing; the use of any other unknown token is refused.
+            None: an unknown token is nothing.
     """
     template = _compiled(source, None if unset is None else frozenset(unset))
     pieces, size = [], 0
@@ -95,9 +89,7 @@ def _compiled(source: str, unset: frozenset[str] | None) -> Any:
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is no Jinja ({error}); use the model's own") from None
     except (RecursionError, SyntaxError):
-        raise ConfigError(
-            "the chat template is nested deeper than Python allows; use the model's own"
-        ) from None
+        raise ConfigError("the chat template is nested deeper than Python allows; use the model's own") from None
 
 
 def variables_of(source: str) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Text format of a model: tokenizer, start tokens, end tokens and chat format.
 
-Everything that generates text uses a `TextFormat`, so that prompts begin and outputs end with the same tokens everywhere. It
-is read from the files beside a tokenizer and from the model's configuration.
+Everything that generates text uses a `TextFormat`, so that prompts begin and outputs end with the same tokens
+everywhere. It is read from the files beside a tokenizer and from the model's configuration.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from expertmesh.text.limits import TextLimitError, TokenBound
 from expertmesh.text.tokenizer import (
     EXTRAS,
     end_of_text_id,
+    files_of_tokenizer,
     folder_beside,
     ids_of_text,
     load_tokenizer,
     own_start,
-    told_beside,
 )
 from expertmesh.text.tokenizer_files import (
     DEFAULT,
@@ -35,34 +35,24 @@ from expertmesh.text.tokenizer_files import (
     WITH_TOOLS,
     TokenizerFiles,
     files_in,
-    is_told,
+    is_read,
     json_object,
 )
 
 _MODEL = "config.json"
 _BESIDE = (_MODEL, "generation_config.json", "vocab.json", "merges.txt")
-_NO_DEFAULT = (
-    "{{{{ raise_exception('the model has chat templates named {}, and none is the default') }}}}"
-)
+_NO_DEFAULT = "{{{{ raise_exception('the model has chat templates named {}, and none is the default') }}}}"
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Tokenizer, special tokens and chat format for generation.
+    """Tokenizer, special tokens and chat format for generation."""
 
-    Attributes:
-        tokenizer: the model's tokenizer.
-        start_ids: tokens put before a prompt; empty for a model of the hub whose tokenizer adds none.
-        end_ids: tokens that end a text or an answer.
-        chat: format of conversations.
-        window: maximum tokens of the model; None: not known.
-    """
-
-    tokenizer: Tokenizer
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-    chat: ChatFormat
-    window: int | None = None
+    tokenizer: Tokenizer  # the model's tokenizer
+    start_ids: tuple[int, ...]  # tokens put before a prompt; empty for a model of the hub whose tokenizer adds none
+    end_ids: tuple[int, ...]  # tokens that end a text or an answer
+    chat: ChatFormat  # format of conversations
+    window: int | None = None  # maximum tokens of the model; None: not known
 
     @property
     def first_ids(self) -> tuple[int, ...]:
@@ -79,11 +69,7 @@ class TextFormat:
         return TokenBound(self.tokenizer)
 
     def ids_of(self, text: str) -> list[int]:
-        """Tokens of a text, without `start_ids`.
-
-        Raises:
-            TextLimitError: the text surely has more tokens than the window; raised before it is tokenised.
-        """
+        """Tokens of a text, without `start_ids`."""
         try:
             self._bound.check(text, self.window)
         except TextLimitError as error:
@@ -91,11 +77,7 @@ class TextFormat:
         return ids_of_text(self.tokenizer, text)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty.
-
-        Raises:
-            TextLimitError: see `ids_of`.
-        """
+        """Tokens of a text to continue, with `start_ids` before them; `first_ids` if the text is empty."""
         ids = self.ids_of(text)
         return [*self.start_ids, *ids] if ids else [*self.first_ids]
 
@@ -108,14 +90,10 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
     """The text format of a model.
 
     Args:
-        tokenizer: the model's tokenizer.
         path: the tokenizer's file, which may have a chat template beside it; None: not known.
-        model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids` are put
-            before a prompt (None: the tokens that the tokenizer adds there, else its end of text). `max_seq_len` is the window.
-
-    Raises:
-        CheckpointError: the tokenizer has no token for the end of a text.
-        ConfigError: files beside the tokenizer are damaged.
+        model: configuration of the model. `end_ids`, if it has them, are further tokens that end a text; `start_ids`
+            are put before a prompt (None: the tokens that the tokenizer adds there, else its end of text).
+            `max_seq_len` is the window.
     """
     chat = find_format(tokenizer, path)
     end = end_of_text_id(tokenizer)
@@ -128,28 +106,17 @@ def text_format(tokenizer: Tokenizer, path: Path | None = None, *, model: Any = 
 
 
 def hub_start(folder: Path) -> tuple[int, ...]:
-    """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this file.
-
-    Args:
-        folder: folder of the hub model.
-    """
+    """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this
+    file."""
     path = folder / "tokenizer.json"
     return own_start(load_tokenizer(path)) if path.is_file() else ()
 
 
-def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
+def options_of_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
     """Model options that the files beside a run's tokenizer determine.
-
-    Args:
-        path: the tokenizer's file.
-        tokenizer: the tokenizer read from it.
 
     Returns:
         "end_ids" if there is a chat template; "start_ids" if the model came from the hub.
-
-    Raises:
-        ConfigError: the files are damaged.
-        CheckpointError: the tokenizer has no token for the end of a text.
     """
     extras = path.parent / EXTRAS
     is_of_hub = "model_type" in json_object(extras / _MODEL, ConfigError)
@@ -165,15 +132,11 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     """The chat format of a tokenizer.
 
     Args:
-        tokenizer: the tokenizer.
         path: its file; a chat template may be beside it or in the folder `hub` there. None: it was just learned.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
     """
     files = TokenizerFiles() if path is None else _files(path)
     is_own = files.templates.get(DEFAULT) == OWN_TEMPLATE
-    own = OwnFormat(tokenizer, is_told=is_own)
+    own = OwnFormat(tokenizer, is_template=is_own)
     # marks without tokens of their own are text, which the template would not keep apart from what is said
     if not files.templates or (is_own and not own.has_marks):
         return own
@@ -189,7 +152,7 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
 
 def _files(path: Path) -> TokenizerFiles:
     try:
-        return told_beside(path)
+        return files_of_tokenizer(path)
     except CheckpointError as error:
         raise ConfigError(error.line.text) from None
 
@@ -197,35 +160,25 @@ def _files(path: Path) -> TokenizerFiles:
 def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     """Files to copy into a run from the place of its tokenizer, by their names in the run.
 
-    They are the files of a converted model and the files that `find_format` reads, so that it finds the same format beside
-    the run's copy.
+    They are the files of a converted model and the files that `find_format` reads, so that it finds the same format
+    beside the run's copy.
 
     Args:
         tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
     """
     if tokenizer_path is None:
         return {}
     path = Path(tokenizer_path)
     _files(path)  # refuses damaged ones
     found, told = files_in(path.parent / EXTRAS), files_in(folder_beside(path))
-    if told := {name: one for name, one in told.items() if is_told(name)}:  # all from one folder
-        found = {name: one for name, one in found.items() if not is_told(name)} | told
+    if told := {name: one for name, one in told.items() if is_read(name)}:  # all from one folder
+        found = {name: one for name, one in found.items() if not is_read(name)} | told
     return {f"{EXTRAS}/{name}": one for name, one in found.items()}
 
 
 def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
-    """Files to copy into a run that learns conversations, by their names in the run, so that it is known to converse.
-
-    Args:
-        form: form of the conversations.
-        tokenizer_path: see `extras_of`, whose files they are.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
-    """
+    """Files to copy into a run that learns conversations, by their names in the run, so that it is known to
+    converse."""
     found = extras_of(tokenizer_path)
     if isinstance(form, OwnFormat) and not form.is_known:
         found[f"{EXTRAS}/{TEMPLATE}"] = OWN_TEMPLATE_FILE
@@ -233,15 +186,12 @@ def files_of_format(form: Any, tokenizer_path: Path | None) -> dict[str, Path]:
 
 
 def hub_files(folder: Path) -> dict[str, Path]:
-    """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other folder.
-
-    Raises:
-        ConfigError: the folder's config.json is damaged.
-    """
+    """Files to copy into a run from the hub folder of its model, by their names in the run; empty for any other
+    folder."""
     if "model_type" not in json_object(folder / _MODEL, ConfigError):
         return {}
     return {
         f"{EXTRAS}/{name}": path
         for name, path in files_in(folder).items()
-        if is_told(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
+        if is_read(name) or name in _BESIDE or ("token" in path.name and path.parent == folder)
     }

@@ -1,4 +1,5 @@
-"""Limits of a text that are known before it is tokenised: tokenizing takes long, and a text that is refused need not wait."""
+"""Limits of a text that are known before it is tokenised: tokenizing takes long, and a text that is refused need not
+wait."""
 
 import json
 from collections.abc import Iterator
@@ -21,12 +22,7 @@ _DROPPING_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 
 class TextLimitError(ConfigError):
-    """A text that the model has no room for, or a chat template that takes more than it may.
-
-    Args:
-        text: the whole line.
-        code: machine-readable kind, for clients of the server.
-    """
+    """A text that the model has no room for, or a chat template that takes more than it may. `text`: the whole line."""
 
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)
@@ -40,12 +36,9 @@ class TextLimitError(ConfigError):
 class TokenBound:
     """Lower bound of the number of tokens of a text, from its bytes and the longest token.
 
-    It holds where every byte that the normalizer leaves becomes part of a token: byte-level BPE with all bytes, and BPE with
-    byte fallback (SentencePiece). Blanks are not counted where the tokenizer can drop them. Any other tokenizer can merge or
-    drop text of any length (an unknown word is one token), and gives no bound.
-
-    Args:
-        tokenizer: the tokenizer.
+    It holds where every byte that the normalizer leaves becomes part of a token: byte-level BPE with all bytes, and BPE
+    with byte fallback (SentencePiece). Blanks are not counted where the tokenizer can drop them. Any other tokenizer
+    can merge or drop text of any length (an unknown word is one token), and gives no bound.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -69,10 +62,7 @@ class TokenBound:
         """Bytes of normalized text that one token can stand for; None: any number."""
         model, vocab = self._tokenizer.model, self._tokenizer.get_vocab(with_added_tokens=False)
         is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
-        if is_byte_level:
-            needed = {*pre_tokenizers.ByteLevel.alphabet()} - IN_NO_TEXT
-        else:
-            needed = {*BYTE_TOKENS}
+        needed = {*pre_tokenizers.ByteLevel.alphabet()} - IN_NO_TEXT if is_byte_level else {*BYTE_TOKENS}
         is_whole = isinstance(model, models.BPE) and (is_byte_level or model.byte_fallback)
         if not is_whole or not needed <= vocab.keys() or not all(map(_keeps, self._steps)):
             return None
@@ -93,12 +83,7 @@ class TokenBound:
         return window * self.longest
 
     def check(self, text: str, window: int | None) -> None:
-        """Raise TextLimitError if a text surely has more tokens than a window.
-
-        Args:
-            text: the text.
-            window: maximum tokens; None: any number.
-        """
+        """Raise TextLimitError if a text surely has more tokens than a window."""
         if window is None or 4 * len(text) <= window or self.longest is None:
             return
         most = window * self.longest

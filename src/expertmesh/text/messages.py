@@ -14,7 +14,8 @@ TEXT_OF_PART = {
     "output_text": "text",
     "refusal": "refusal",
 }
-"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a refusal."""
+"""Field with the text of a part of a content, by the types of parts that are text: in chats, in responses, in a
+refusal."""
 
 
 def our_role(role: str) -> str:
@@ -27,11 +28,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
 
     Args:
         given: messages, each a mapping with a role (`ROLES`, or "developer") and a content: a string, or a list of
-            {"type": "text", "text": string} (others: `TEXT_OF_PART`), which are joined; an assistant's may be missing or None.
-            Other fields are kept for chat templates; the arguments of tool_calls become objects.
-
-    Raises:
-        ConfigError: one of them is something else; says which, and what is wanted.
+            {"type": "text", "text": string} (others: `TEXT_OF_PART`), which are joined; an assistant's may be missing
+            or None. Other fields are kept for chat templates; the arguments of tool_calls become objects.
     """
     wanted = '[{"role": "user", "content": "..."}]'
     if not isinstance(given, list | tuple) or not given:
@@ -45,7 +43,8 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
         is_null = role == "assistant" and values.get("content") is None
         if not isinstance(role, str) or (content is None and not is_null):
             raise ConfigError(
-                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; correct it"
+                f"must be messages with a role and a text as content, such as {wanted}, and message {number} is not; "
+                "correct it"
             )
         if our_role(role) not in ROLES:
             raise ConfigError(

@@ -26,21 +26,19 @@ def byte_of_character() -> dict[str, int]:
 class TextStream:
     """Decoder of one token sequence, which holds back the bytes of a character until it is complete.
 
-    Bytes that are not UTF-8 become U+FFFD. Special tokens (end of text, ...) are left out. The joined pieces are the text of
-    the whole sequence, with a blank at its beginning kept.
+    Bytes that are not UTF-8 become U+FFFD. Special tokens (end of text, ...) are left out. The joined pieces are the
+    text of the whole sequence, with a blank at its beginning kept.
 
     Args:
-        tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece).
-        kept: special tokens that are written by their names.
+        tokenizer: byte-level BPE, or a tokenizer that writes blanks as U+2581 and single bytes as <0x0A>
+            (SentencePiece).
     """
 
     def __init__(self, tokenizer: Tokenizer, kept: Collection[int] = ()) -> None:
         """Start an empty stream."""
         self._tokenizer = tokenizer
         self._special = {  # without names, which would take 0.2 ms of each answer for 1,000 tokens
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self._kept = frozenset(kept) & self._special
         self._is_byte_level = tokenizer.decoder is None or is_byte_level(tokenizer)
@@ -53,7 +51,8 @@ class TextStream:
         return self._decoder.decode(self.bytes_of(token_id))
 
     def breaks(self, token_id: int) -> bool:
-        """Whether bytes held back become U+FFFD before this token's own text, because its bytes do not continue them."""
+        """Whether bytes held back become U+FFFD before this token's own text, because its bytes do not continue
+        them."""
         held, _ = self._decoder.getstate()
         token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
         if not held or not token:

@@ -19,12 +19,11 @@ class CallForm(NamedTuple):
     """A form of messages with calls.
 
     Attributes:
-        is_text: whether arguments are JSON text, which DeepSeek's templates join to other text; else objects.
         empty: fields of a message that says nothing but its calls: no content, as transformers has it, an empty one, or
             None, by which some of DeepSeek's templates know calls.
     """
 
-    is_text: bool
+    is_text: bool  # whether arguments are JSON text, which DeepSeek's templates join to other text; else objects
     empty: Mapping[str, Any]
 
     def of(self, message: Mapping[str, Any], id_size: int | None) -> dict[str, Any]:
@@ -52,11 +51,7 @@ def with_fitting(message: Mapping[str, Any], field: str, size: int | None) -> di
 
 
 def forms_of(render: _Render) -> list[CallForm]:
-    """Forms in which a template writes calls whole, best first: objects before text.
-
-    Args:
-        render: text of the template for messages.
-    """
+    """Forms in which a template writes calls whole, best first: objects before text."""
     plain = _written(render, [_ASKED]) or ""
     return [
         form
@@ -89,9 +84,7 @@ def _is_whole(text: str | None, plain: str) -> bool:
     """Whether a text has the call's name and arguments, in JSON and not as Python or twice encoded, and no None."""
     if text is None or text.count("None") > plain.count("None"):
         return False
-    return all(one in text for one in (_NAME, _KEY)) and not any(
-        one in text for one in (f"'{_KEY}'", f'\\"{_KEY}')
-    )
+    return all(one in text for one in (_NAME, _KEY)) and not any(one in text for one in (f"'{_KEY}'", f'\\"{_KEY}'))
 
 
 def best_form(forms: list[CallForm], message: Mapping[str, Any]) -> CallForm:
@@ -100,14 +93,10 @@ def best_form(forms: list[CallForm], message: Mapping[str, Any]) -> CallForm:
     return next((one for one in forms if one.empty == own.empty), forms[0] if forms else own)
 
 
-def told(message: Mapping[str, Any]) -> dict[str, Any]:
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message for a template, as transformers gives it: no null but as the content beside calls, and its reasoning by
     each name that templates read."""
-    said = {
-        k: v
-        for k, v in message.items()
-        if v is not None or (k == "content" and "tool_calls" in message)
-    }
+    said = {k: v for k, v in message.items() if v is not None or (k == "content" and "tool_calls" in message)}
     reasoning = next((said[name] for name in _REASONING if name in said), None)
     if reasoning is None:
         return said

@@ -1,8 +1,8 @@
 """Chat templates are rendered in a process of their own, whose time and memory are bounded.
 
 A template is a program from a model's folder: it may loop for ever, or ask for a number of a billion digits while it is
-compiled. The process ends after `SECONDS` of a processor for one text, even inside one long operation, and the next text
-starts another. It ends with its owner, too.
+compiled. The process ends after `SECONDS` of a processor for one text, even inside one long operation, and the next
+text starts another. It ends with its owner, too.
 """
 
 import marshal
@@ -29,24 +29,13 @@ _LATE, _ENDED = b"s", b"n"
 
 
 def render(
-    source: str,
-    variables: Mapping[str, Any],
+    source: str,  # the template
+    variables: Mapping[str, Any],  # its variables; what is no plain value becomes the name of its type
     *,
-    unset: Collection[str] | None = None,
-    most_characters: int | None = None,
+    unset: Collection[str] | None = None,  # see `chat_template.rendered`
+    most_characters: int | None = None,  # characters of the longest text; None: `MOST_CHARACTERS`
 ) -> str:
-    """Text that a chat template writes.
-
-    Args:
-        source: the template.
-        variables: its variables; what is no plain value becomes the name of its type.
-        unset: see `chat_template.rendered`.
-        most_characters: characters of the longest text; None: `MOST_CHARACTERS`.
-
-    Raises:
-        ConfigError: the source is not valid Jinja, or the template refuses its variables.
-        TextLimitError: it takes too long, needs too much memory, or writes too much.
-    """
+    """Text that a chat template writes."""
     most = MOST_CHARACTERS if most_characters is None else min(most_characters, MOST_CHARACTERS)
     try:
         names = None if unset is None else sorted(unset)
@@ -64,7 +53,8 @@ def render(
         raise ConfigError(told.decode(errors="replace"))
     if kind == _LONG and most < MOST_CHARACTERS:
         raise TextLimitError(
-            f"the model's chat template writes more than {most} characters, for which the model has no room; shorten them",
+            f"the model's chat template writes more than {most} characters, for which the model has no room; shorten "
+            "them",
             code=TOO_LONG,
         )
     why = {
@@ -73,9 +63,7 @@ def render(
         _LATE: f"takes more than {SECONDS:g} s of a processor",
         _ENDED: "ended the process that renders it",
     }[kind]
-    raise TextLimitError(
-        f"the model's chat template {why}; say less, or use another template", code=TOO_MUCH
-    )
+    raise TextLimitError(f"the model's chat template {why}; say less, or use another template", code=TOO_MUCH)
 
 
 def _plain(value: Any) -> Any:
@@ -83,11 +71,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return (
-            type(value)(map(_plain, value))
-            if type(value) in (list, tuple)
-            else [*map(_plain, value)]
-        )
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [*map(_plain, value)]
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
@@ -125,9 +109,7 @@ def _answer(asked: bytes) -> bytes:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-_process = ChildProcess(
-    "expertmesh.text.template_process", "the process that renders chat templates"
-)
+_process = ChildProcess("expertmesh.text.template_process", "the process that renders chat templates")
 
 if __name__ == "__main__":
     serve()

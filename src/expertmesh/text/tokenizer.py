@@ -1,4 +1,5 @@
-"""Tokenizers: byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016) trained here, and tokenizer files from elsewhere.
+"""Tokenizers: byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016) trained here, and tokenizer files from
+elsewhere.
 
 Training uses the training split only.
 """
@@ -27,9 +28,7 @@ TRAINING_BYTES = 16_000_000
 """Bytes of the training split that merges are learned from, about; more changes little."""
 
 
-def train_tokenizer(
-    training_texts: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()
-) -> Tokenizer:
+def train_tokenizer(training_texts: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()) -> Tokenizer:
     """Train a byte-level BPE tokenizer.
 
     Args:
@@ -57,15 +56,11 @@ def train_tokenizer(
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer of a run or of the hub.
 
-    It is what transformers makes of the files beside it, too: they name special tokens, add tokens and change the flags of
-    added ones.
+    It is what transformers makes of the files beside it, too: they name special tokens, add tokens and change the flags
+    of added ones.
 
     Args:
         path: the tokenizer.json; if it has no known end-of-text token, the `eos_token` of the files beside it is used.
-        vocab_size: V of the run's model; None: not known.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, cannot encode unknown characters, or has more tokens than the model.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -77,11 +72,12 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
         ) from None
     if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
         raise CheckpointError(
-            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: restore the "
+            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: "
+            "restore the "
             "file from"
             " a copy"
         )
-    files = told_beside(path)
+    files = files_of_tokenizer(path)
     tokenizer = _with_files(tokenizer, files, vocab_size)
     if _known_end(tokenizer) is None:
         vars(tokenizer)["eos_token"] = files.tokens.get("eos_token")
@@ -94,7 +90,8 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """Write tokenizer.json, and a tokenizer_config.json if the end of text is named there; return the tokenizer read back."""
+    """Write tokenizer.json, and a tokenizer_config.json if the end of text is named there; return the tokenizer read
+    back."""
     path = folder / "tokenizer.json"
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     if (token := named_end(tokenizer)) is not None:
@@ -103,17 +100,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a text: a well-known one, else the one named by a file beside the tokenizer.
-
-    Raises:
-        CheckpointError: the tokenizer has no well-known end, and no file beside it named one when it was loaded.
-    """
+    """Id of the token that ends a text: a well-known one, else the one named by a file beside the tokenizer."""
     found = _known_end(tokenizer)
     if found is None and (token := named_end(tokenizer)) is not None:
         found = tokenizer.token_to_id(token)
     if found is None:
         raise CheckpointError(
-            f"tokenizer.json: has no token for the end of a text ({', '.join((END_OF_TEXT, *_OTHER_ENDS))}, or the eos_token of"
+            f"tokenizer.json: has no token for the end of a text ({', '.join((END_OF_TEXT, *_OTHER_ENDS))}, or the "
+            "eos_token of"
             f" {CONFIG}); add one"
         )
     return found
@@ -131,18 +125,15 @@ def named_end(tokenizer: Tokenizer) -> str | None:
 
 
 def folder_beside(path: Path) -> Path:
-    """Folder whose files say what a tokenizer.json leaves open: the folder `hub` of a run or its own; the one with a template.
-
-    Raises:
-        CheckpointError: one of these files is damaged.
-    """
+    """Folder whose files say what a tokenizer.json leaves open: the folder `hub` of a run or its own; the one with a
+    template."""
     places = (path.parent / EXTRAS, path.parent)
     found = [(read_tokenizer_files(folder), folder) for folder in places]
     told = [folder for files, folder in found if files != TokenizerFiles()]
     return next((folder for files, folder in found if files.templates), (*told, path.parent)[0])
 
 
-def told_beside(path: Path) -> TokenizerFiles:
+def files_of_tokenizer(path: Path) -> TokenizerFiles:
     """Facts that the files beside a tokenizer.json tell of it; raises CheckpointError if one of them is damaged."""
     return read_tokenizer_files(folder_beside(path))
 
@@ -173,7 +164,8 @@ def _with_special(tokenizer: Tokenizer, tokens: set[str]) -> Tokenizer:
 
 
 def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text, without those that the tokenizer puts around it. Other threads run while a long text is encoded."""
+    """Tokens of a text, without those that the tokenizer puts around it. Other threads run while a long text is
+    encoded."""
     if len(text) < _LONG:
         encoding = tokenizer.encode(text, add_special_tokens=False)
     else:  # `encode` holds Python's lock
@@ -192,7 +184,6 @@ def with_start(path: Path, start_ids: Sequence[int]) -> str | None:
     """Contents of a tokenizer.json whose tokenizer itself puts these tokens before a text, and nothing behind it.
 
     Args:
-        path: the tokenizer.json.
         start_ids: tokens to put before every text, and of a pair before each.
 
     Returns:
@@ -216,14 +207,10 @@ def with_start(path: Path, start_ids: Sequence[int]) -> str | None:
         "type": "TemplateProcessing",
         "single": pieces[0],
         "pair": [*pieces[0], *pieces[1]],
-        "special_tokens": {
-            name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()
-        },
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()},
     }
     several.append(template)
-    values["post_processor"] = (
-        template if len(several) == 1 else {"type": "Sequence", "processors": several}
-    )
+    values["post_processor"] = template if len(several) == 1 else {"type": "Sequence", "processors": several}
     return json.dumps(values, indent=2, ensure_ascii=False)
 
 
@@ -265,16 +252,7 @@ def _falls_back(model: models.Model) -> bool:
 
 
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer that was made elsewhere, for option data.encode_with.
-
-    Args:
-        path: a tokenizer.json.
-        vocab_size: V of the model.
-
-    Raises:
-        ConfigError: the file is missing, or the tokenizer is neither byte-level nor of SentencePiece, lacks a byte that texts
-            have, is larger than the vocabulary, or has no end of text.
-    """
+    """Read a tokenizer that was made elsewhere, for option data.encode_with."""
     try:
         tokenizer = load_tokenizer(path)
     except CheckpointError as error:
@@ -320,8 +298,8 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     """Number of bytes of text that every token stands for.
 
     Args:
-        tokenizer: a byte-level BPE, or one of SentencePiece, of which bytes of the normalised text are counted, with the
-            blank that it puts before a text.
+        tokenizer: a byte-level BPE, or one of SentencePiece, of which bytes of the normalised text are counted, with
+            the blank that it puts before a text.
         vocab_size: V of the model, at least the tokenizer's.
 
     Returns:
@@ -333,9 +311,7 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
         if token_id not in added and not is_ours and tokenizer.decoder is not None:
             sizes[token_id] = 1 if token in BYTE_TOKENS else len(token.replace(BLANK, " ").encode())
         elif token_id not in added:
-            sizes[token_id] = len(
-                token
-            )  # a byte-level vocabulary writes each byte as one character
+            sizes[token_id] = len(token)  # a byte-level vocabulary writes each byte as one character
         elif not added[token_id].special:  # added as plain text, for example several blanks
             sizes[token_id] = len(token.encode())
     return sizes

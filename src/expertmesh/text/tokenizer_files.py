@@ -1,10 +1,11 @@
-"""Files beside a tokenizer.json, read as transformers reads them: tokens that are added, tokens by name, chat templates.
+"""Files beside a tokenizer.json, read as transformers reads them: tokens that are added, tokens by name, chat
+templates.
 
 | File | What is read |
 |---|---|
-| tokenizer_config.json | named tokens, added_tokens_decoder, extra_special_tokens, chat_template, split_special_tokens |
-| special_tokens_map.json, added_tokens.json | the same of older folders; only where there is no added_tokens_decoder |
-| chat_template.jinja, additional_chat_templates/*.jinja | templates; they replace the ones of tokenizer_config.json |
+| tokenizer_config.json | named tokens, added_tokens_decoder, extra_special_tokens, chat_template, split_special_tokens
+| | special_tokens_map.json, added_tokens.json | the same of older folders; only where there is no added_tokens_decoder
+| | chat_template.jinja, additional_chat_templates/*.jinja | templates; they replace the ones of tokenizer_config.json |
 
 A tokenizer.json tells itself how text becomes tokens. `add_bos_token` and `add_eos_token` change nothing beside it, and
 chat_template.json belongs to processors of images.
@@ -39,36 +40,20 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Facts that the files of a folder tell of its tokenizer.
+    """Facts that the files of a folder tell of its tokenizer."""
 
-    Attributes:
-        tokens: named special tokens, by the variables of templates that have them.
-        unset: names that are said to be no token; None: all that are not named are none.
-        changed: tokens as they are, whatever the tokenizer.json says of them.
-        added: tokens to add, in this order, unless the tokenizer.json has them.
-        special: tokens that are special ones.
-        templates: chat templates by name.
-        splits_special: whether special tokens in a text are encoded as text.
-    """
-
+    # named special tokens, by the variables of templates that have them
     tokens: Mapping[str, str] = field(default_factory=dict)
-    unset: tuple[str, ...] | None = ()
-    changed: tuple[AddedToken, ...] = ()
-    added: tuple[AddedToken, ...] = ()
-    special: frozenset[str] = frozenset()
-    templates: Mapping[str, str] = field(default_factory=dict)
-    splits_special: bool = False
+    unset: tuple[str, ...] | None = ()  # names that are said to be no token; None: all that are not named are none
+    changed: tuple[AddedToken, ...] = ()  # tokens as they are, whatever the tokenizer.json says of them
+    added: tuple[AddedToken, ...] = ()  # tokens to add, in this order, unless the tokenizer.json has them
+    special: frozenset[str] = frozenset()  # tokens that are special ones
+    templates: Mapping[str, str] = field(default_factory=dict)  # chat templates by name
+    splits_special: bool = False  # whether special tokens in a text are encoded as text
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Facts that the files of a folder tell of its tokenizer.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        CheckpointError: one of the files is damaged.
-    """
+    """Facts that the files of a folder tell of its tokenizer."""
     config, older, map_ = json_object(folder / CONFIG), {}, {}
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
@@ -95,7 +80,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     )
 
 
-def is_told(name: str) -> bool:
+def is_read(name: str) -> bool:
     """Whether `read_tokenizer_files` reads a file of this name, relative to its folder."""
     return name in (*_TOKEN_FILES, TEMPLATE) or name.startswith(f"{TEMPLATES}/")
 
@@ -120,7 +105,6 @@ def _named(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[st
     """Tokens by name, and those without one, in the order in which they are added.
 
     Args:
-        config: values of tokenizer_config.json.
         older: values of special_tokens_map.json, which replace them, except texts under names of the model's own.
     """
     given = dict(config)
@@ -146,9 +130,7 @@ def _token(given: Any, special: Collection[str]) -> AddedToken | None:
     """A token as a file has it, special if it is among these; None: it is no token."""
     if not (text := token_content(given)):
         return None
-    flags = (
-        {name: given[name] for name in _FLAGS if name in given} if isinstance(given, dict) else {}
-    )
+    flags = {name: given[name] for name in _FLAGS if name in given} if isinstance(given, dict) else {}
     flags |= {"special": True} if text in special else {}
     return AddedToken(text, **{name: bool(value) for name, value in flags.items()})
 
@@ -173,12 +155,7 @@ def _text(path: Path) -> str:
 
 
 def json_object(path: Path, error: type[Exception] = CheckpointError) -> dict[str, Any]:
-    """Values of a JSON file of the hub; none if there is no such file.
-
-    Args:
-        path: the file.
-        error: class of the error of a damaged file.
-    """
+    """Values of a JSON file of the hub; none if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -20,10 +20,6 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
 
     Args:
         given: tools, each {"type": "function", "function": {"name", "description", "parameters"}}.
-        place: name of the field in errors.
-
-    Raises:
-        ConfigError: one of them is something else, or two have one name; names its place.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of tools, such as [{_WANTED}]; give one")
@@ -39,9 +35,7 @@ def read_tools(given: Any, place: str = "tools") -> list[dict[str, Any]]:
             raise ConfigError(f"{here}.function: must be an object with a name; write {_WANTED}")
         name = _name(function.get("name"), f"{here}.function.name")
         if name in names:
-            raise ConfigError(
-                f"{here}.function.name: {name!r} is the name of tool {names[name]}, too; choose another"
-            )
+            raise ConfigError(f"{here}.function.name: {name!r} is the name of tool {names[name]}, too; choose another")
         names[name] = number
         _check_parameters(function.get("parameters"), f"{here}.function.parameters")
         for field, kind in (("description", str), ("strict", bool)):
@@ -89,12 +83,8 @@ def read_calls(given: Any, place: str) -> list[dict[str, Any]]:
     """Calls in a message, checked, with their arguments as objects.
 
     Args:
-        given: calls, each {"id", "type": "function", "function": {"name", "arguments"}}; arguments are the JSON text of an
-            object, or the object.
-        place: where they are, for errors.
-
-    Raises:
-        ConfigError: one of them is something else; names its place.
+        given: calls, each {"id", "type": "function", "function": {"name", "arguments"}}; arguments are the JSON text of
+            an object, or the object.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{place}: must be a list of calls; correct it")
@@ -119,9 +109,7 @@ def _object(given: Any, place: str) -> Any:
         try:
             given = parse_json(given.encode())
         except (ValueError, RecursionError):
-            raise ConfigError(
-                f"{place}: is no JSON; give the JSON text of an object, such as {{}}"
-            ) from None
+            raise ConfigError(f"{place}: is no JSON; give the JSON text of an object, such as {{}}") from None
     given = given or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}: must be an object; give its JSON text, such as {{}}")

@@ -23,17 +23,7 @@ _OF_THE_DECAY = frozenset({"schedule", "schedule_steps", "decay_fraction", "min_
 
 
 def branch_point(config: RunConfig, *, family: Family) -> Path:
-    """Checkpoint of the trunk at the step where a branch starts its decay.
-
-    Args:
-        config: configuration of the branch, with `train.branch_from`.
-        family: family of both runs.
-
-    Raises:
-        ConfigError: the trunk is not a run, has (or had before that step) another schedule, learning rate or batch
-            size, decays before that step, or kept no checkpoint of it.
-        CheckpointError: that checkpoint is damaged.
-    """
+    """Checkpoint of the trunk at the step where a branch starts its decay."""
     trunk_dir = config.train.branch_from
     assert trunk_dir is not None
     option = named("train.branch_from", trunk_dir)
@@ -81,9 +71,6 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
 
 def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) -> None:
     """Check that a trunk reached its checkpoint like a run of this configuration; it may have been resumed with other options.
-
-    Raises:
-        ConfigError: a step had another learning rate, batch size, or distillation weight.
     """
     step, total = step_of(path), config.total_schedule_steps
     fix = "leave it before, or train another trunk"

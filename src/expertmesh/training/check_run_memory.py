@@ -16,12 +16,6 @@ def check_run_memory(
 
     Args:
         family: predicts the costs of the run; without a prediction the check is skipped.
-        config: the run; its degrees fit the ranks.
-        device: compute device.
-        num_ranks: number of ranks.
-
-    Raises:
-        ConfigError: the run is too large, or its teacher's configuration is unreadable.
     """
     # weights that learn are FP32 in any case; what rests under adapters has the type of the products, if unknown the smaller
     given = config.train.dtype if config.adapter.rests else "float32"

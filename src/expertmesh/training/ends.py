@@ -18,12 +18,7 @@ def more_is_better(measure: str) -> bool:
 
 
 class Ends:
-    """Watches the clock and the evaluations of one call of `train`.
-
-    Args:
-        config: options of the run; `max_time`, `patience` and `best_by` are read.
-        clock: returns seconds; timing starts at construction.
-    """
+    """Watches the clock and the evaluations of one call of `train`."""
 
     def __init__(self, config: TrainConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock, self._began = config, clock, clock()
@@ -45,9 +40,6 @@ class Ends:
 
     def badness(self, found: Mapping[str, float]) -> float:
         """Measure of an evaluation by which checkpoints are compared (`best_by`), with its sign changed where more is better.
-
-        Raises:
-            ConfigError: the evaluation does not have the measure.
         """
         name = self._config.best_by
         if name not in found:

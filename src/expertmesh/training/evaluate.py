@@ -37,31 +37,17 @@ def watched(data: Data) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
 
 
 def evaluate(
-    task: Task,
-    model: nn.Module,
-    data: Data,
+    task: Task,  # defines the measurement
+    model: nn.Module,  # the model of the task
+    data: Data,  # the data of the task
     *,
-    batch_size: int,
-    max_samples: int | None,
-    precision: Precision,
-    ranks: Ranks | None = None,
+    batch_size: int,  # samples per forward pass of all ranks
+    max_samples: int | None,  # maximum number of samples, evenly spread over the split; None: all
+    precision: Precision,  # device and dtype
+    ranks: Ranks | None = None,  # the ranks among which the samples are split; None: this process alone
     watch: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Evaluation:
-    """Measure a model on validation samples.
-
-    Args:
-        task: defines the measurement.
-        model: the model of the task.
-        data: the data of the task.
-        batch_size: samples per forward pass of all ranks.
-        max_samples: maximum number of samples, evenly spread over the split; None: all.
-        precision: device and dtype.
-        ranks: the ranks among which the samples are split; None: this process alone.
-        watch: wraps the iterator of batches, for example to report progress.
-
-    Returns:
-        The evaluation; synchronizes with the device once.
-    """
+    """Measure a model on validation samples. Returns the evaluation; synchronizes with the device once."""
     ranks = Ranks() if ranks is None else ranks
     names: tuple[str, ...] = ()
     sums: Tensor | float = 0.0

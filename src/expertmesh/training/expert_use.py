@@ -22,21 +22,17 @@ class ExpertUse:
     """Use of the experts in a step, one entry per MoE layer.
 
     Attributes:
-        counts: rows chosen per expert, before dropping.
-        dropped: rows dropped.
-        confidence: mean routing weight of each expert's rows; 0 for an expert without a row.
-        entropy: mean entropy of a token's routing weights divided by their sum, in nats; 0: one choice has all the
-            weight.
         dropped_by_position: share of the rows dropped in each of `POSITIONS` equal parts of a sample, from its first
             tokens to its last; empty if nothing was dropped.
-        counts_by_label: `counts` by the kind of sample (language, domain), if the family has kinds.
     """
 
-    counts: list[list[int]]
-    dropped: list[int]
-    confidence: list[list[float]]
+    counts: list[list[int]]  # rows chosen per expert, before dropping
+    dropped: list[int]  # rows dropped
+    confidence: list[list[float]]  # mean routing weight of each expert's rows; 0 for an expert without a row
+    # mean entropy of a token's routing weights divided by their sum, in nats; 0: one choice has all the weight
     entropy: list[float]
     dropped_by_position: list[list[float]] = field(default_factory=list)
+    # `counts` by the kind of sample (language, domain), if the family has kinds
     counts_by_label: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def named(self) -> dict[str, Any]:
@@ -45,29 +41,17 @@ class ExpertUse:
 
 
 def is_recorded(step: int, num_steps: int) -> bool:
-    """Whether a step is recorded: every n-th step, and the last.
-
-    Args:
-        step: from 0.
-        num_steps: number of steps of the run.
-    """
+    """Whether a step is recorded: every n-th step, and the last. `step`: from 0."""
     return step % max(num_steps // RECORDS, 1) == 0 or step == num_steps - 1
 
 
 def use_of_experts(
-    counts: list[list[int]],
-    dropped: list[int],
-    sums: Sequence[float],
-    labels: Sequence[str] = (),
+    counts: list[list[int]],  # rows chosen per expert, per layer
+    dropped: list[int],  # rows dropped, per layer
+    sums: Sequence[float],  # `LoadCounter.watched` of all layers, summed over ranks and concatenated
+    labels: Sequence[str] = (),  # names of the kinds of samples; duplicates get a number
 ) -> ExpertUse:
-    """Record of a step.
-
-    Args:
-        counts: rows chosen per expert, per layer.
-        dropped: rows dropped, per layer.
-        sums: `LoadCounter.watched` of all layers, summed over ranks and concatenated.
-        labels: names of the kinds of samples; duplicates get a number.
-    """
+    """Record of a step."""
     labels = distinct(labels)
     left = iter(
         [value if math.isfinite(value) else 0.0 for value in sums]

@@ -20,19 +20,12 @@ from expertmesh.training.state import read_run_state
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export.
-
-    Attributes:
-        checkpoint: path of the checkpoint.
-        step: optimizer steps of the checkpoint.
-        num_tensors: number of tensors in the file.
-        num_bytes: size of the file.
-    """
+    """Result of an export."""
 
     checkpoint: Path
-    step: int
-    num_tensors: int
-    num_bytes: int
+    step: int  # optimizer steps of the checkpoint
+    num_tensors: int  # number of tensors in the file
+    num_bytes: int  # size of the file
 
 
 def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
@@ -43,12 +36,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
 
     Args:
         source: a run directory, whose newest good checkpoint is used, or a checkpoint.
-        output: the file.
         overwrite: whether an existing file is replaced.
-
-    Raises:
-        ConfigError: source is neither, or output exists or cannot be created.
-        CheckpointError: the checkpoint is damaged, or the run has none.
     """
     _check_output(output, overwrite=overwrite)
     check_only_files(source, what=str(source))
@@ -97,12 +85,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Newest good checkpoint of a run directory, or the path itself if it is a checkpoint.
-
-    Raises:
-        ConfigError: the path is neither.
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Newest good checkpoint of a run directory, or the path itself if it is a checkpoint."""
     if not source.is_dir():
         raise ConfigError(
             f"{source}: is no folder; give a run directory, or a checkpoint inside one{how_to_fetch(source)}"

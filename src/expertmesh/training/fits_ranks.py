@@ -23,12 +23,7 @@ _OF_SEVERAL = (
 
 
 def check_ranks(task: Task, ranks: Ranks) -> None:
-    """Check that a run fits its ranks.
-
-    Raises:
-        ConfigError: a batch does not divide over the ranks, one GPU is given for several ranks, or options for several
-            ranks are given for one.
-    """
+    """Check that a run fits its ranks."""
     parallel, train_config = task.config.parallel, task.config.train
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
         raise ConfigError(

@@ -24,9 +24,6 @@ def fused_halves(model: nn.Module) -> dict[int, Halves]:
     no sibling takes all 2 F. Modules with attributes named after heads are attention, and are skipped. If F = D, an
     activation module is required as well. Experts and MLPs of this package keep the two apart.
 
-    Args:
-        model: any model.
-
     Returns:
         Layout of the halves by the id of the parameter.
     """

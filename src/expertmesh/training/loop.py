@@ -22,7 +22,7 @@ from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.heap import HeapTrim
 from expertmesh.training.init_from import kept_files, load_base
 from expertmesh.training.kept_samples import Sampler, kept_samples
-from expertmesh.training.lost_rows import told_losses
+from expertmesh.training.lost_rows import lost_rows
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.named_trackers import open_trackers
 from expertmesh.training.optim import (
@@ -207,7 +207,7 @@ class _Trainer:
             on_lost=lambda: stop.ask(signal.SIGPIPE),
         )
         if self.ranks.is_leader:
-            lost = self._told_losses(first)
+            lost = self._lost_rows(first)
             files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
             own.append(Files(*files))
             if first < config.train.steps:
@@ -434,11 +434,11 @@ class _Trainer:
         self.evaluated, self.evaluated_step = found, step
         return found
 
-    def _told_losses(self, first: int) -> str:
+    def _lost_rows(self, first: int) -> str:
         config, begin = self.config, 0
         if config.train.branch_from is not None:
             begin = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
-        return told_losses(*self.run_dir.records, first=begin, last=first)
+        return lost_rows(*self.run_dir.records, first=begin, last=first)
 
     def _save(self, evaluation: Evaluation | None) -> None:
         progress, began = self.state.progress, time.monotonic()

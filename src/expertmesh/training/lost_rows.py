@@ -9,14 +9,13 @@ from expertmesh.training.metrics import read_lines, read_metrics
 _MOST_RANGES = 3
 
 
-def told_losses(metrics: Path, experts: Path, *, first: int, last: int) -> str:
+def lost_rows(metrics: Path, experts: Path, *, first: int, last: int) -> str:
     """Warning, in one line, about missing rows in the files of a resumed run; "" if none are missing.
 
     Args:
         metrics: metrics.jsonl, with a row for each step.
         experts: experts.jsonl, with a row for some steps of a run with experts.
         first: number of steps before this run's first one.
-        last: number of steps done.
     """
     if last <= first:
         return ""
@@ -52,12 +51,6 @@ def _has_hole(path: Path, *, first: int, last: int, must_begin: bool) -> bool:
     """Whether a line is damaged, or more steps are missing before the first or after the last row than between any two.
 
     The distance of rows depends on the total number of steps, which may have changed.
-
-    Args:
-        path: the file.
-        first: see `told_losses`.
-        last: see `told_losses`.
-        must_begin: whether the first step must have a row.
     """
     rows, lines = read_lines(path), path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = sorted({row["step"] for row in rows if first < row["step"] <= last})

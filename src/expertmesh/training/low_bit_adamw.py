@@ -27,22 +27,14 @@ MUON_KEYS = ("momentum_buffer",)
 
 
 class Compact(NamedTuple):
-    """Parameter with a gradient and compact moments.
-
-    Attributes:
-        parameter: the parameter.
-        name: its name in the model.
-        code: storage type of its moments.
-        group: its parameter group.
-        state: its optimizer state.
-        scales: current whole-tensor scales by name of the moment; the state's are already the next ones.
-    """
+    """Parameter with a gradient and compact moments."""
 
     parameter: nn.Parameter
-    name: str
-    code: Code
-    group: dict[str, Any]
-    state: State
+    name: str  # its name in the model
+    code: Code  # storage type of its moments
+    group: dict[str, Any]  # its parameter group
+    state: State  # its optimizer state
+    # current whole-tensor scales by name of the moment; the state's are already the next ones
     scales: dict[str, Tensor]
 
     @property
@@ -57,9 +49,7 @@ def begin_step(
     """Parameters of some groups that have a gradient; creates their moments and increments their step.
 
     Args:
-        optimizer: the optimizer that keeps their state.
         groups: parameter groups whose parameters all have a `code_of`.
-        *keys: names of the moments.
     """
     found = []
     for group in groups:
@@ -75,13 +65,7 @@ def begin_step(
 
 
 def new_state(parameter: Tensor, code: Code, *keys: str) -> State:
-    """Zero moments, and a step count: on the CPU, or where torch's fused AdamW has it; Muon in FP32 has none.
-
-    Args:
-        parameter: the parameter.
-        code: storage type of the moments.
-        *keys: names of the moments.
-    """
+    """Zero moments, and a step count: on the CPU, or where torch's fused AdamW has it; Muon in FP32 has none."""
     is_plain = code.name == "float32"
     where = parameter.device if is_plain else None
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=where)}
@@ -112,7 +96,6 @@ def grow_scales(found: Iterable[Compact], decays: Mapping[str, Callable[[Any], f
     """Set the scales of `fp16-scaled` to upper bounds of the next moments; every rank must call.
 
     Args:
-        found: the parameters of this step.
         decays: for each moment, its decay as a function of the group; exp_avg_sq averages squares.
     """
     scaled = [one for one in found if isinstance(one.code, Float16Scaled)]
@@ -141,18 +124,15 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     Args:
         groups: groups of named `params`, `weight_decay` and `state_dtype`; "float32" groups use torch's AdamW.
-        lr: learning rate of all groups.
-        betas: decays of the moments.
-        eps: added to the denominator.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        lr: float = 1e-3,  # learning rate of all groups
+        betas: tuple[float, float] = (0.9, 0.95),  # decays of the moments
+        eps: float = 1e-8,  # added to the denominator
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "state_dtype": "float32"})
         self._plain = self._for_plain()
@@ -178,11 +158,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; every rank must call.
-
-        Args:
-            closure: computes the loss again; None: gradients are set already.
-        """
+        """Update all parameters that have a gradient; every rank must call."""
         loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["state_dtype"] != "float32"]
         found = begin_step(self, groups, *ADAMW_KEYS)
@@ -248,10 +224,6 @@ def fused_adamw(
     """AdamW of torch on some groups of another optimizer, sharing its state; None without groups.
 
     Sharing leaves one state to save and one set of groups to set learning rates in.
-
-    Args:
-        optimizer: the other optimizer.
-        groups: groups of it.
     """
     if not groups:
         return None
@@ -261,12 +233,7 @@ def fused_adamw(
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Restore the dtypes that moments have in a loaded state.
-
-    Args:
-        optimizer: optimizer that has loaded the state.
-        state_dict: the state.
-    """
+    """Restore the dtypes that moments have in a loaded state."""
     ids = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(ids, parameters, strict=True):

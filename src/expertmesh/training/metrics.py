@@ -13,46 +13,27 @@ from expertmesh.config.output_file import naming
 
 @dataclass(frozen=True)
 class Load:
-    """Balance of the experts in a step.
+    """Balance of the experts in a step."""
 
-    Attributes:
-        load_imbalance: rows of the fullest expert over the mean, averaged over the MoE layers; 1.0 is perfect.
-        dropped_fraction: share of the (token, choice) rows that were dropped.
-        dead_experts: number of experts, over all layers, that no token chose.
-    """
-
-    load_imbalance: float
-    dropped_fraction: float
-    dead_experts: int
+    load_imbalance: float  # rows of the fullest expert over the mean, averaged over the MoE layers; 1.0 is perfect
+    dropped_fraction: float  # share of the (token, choice) rows that were dropped
+    dead_experts: int  # number of experts, over all layers, that no token chose
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of a step: a line of metrics.jsonl.
+    """Metrics of a step: a line of metrics.jsonl."""
 
-    Attributes:
-        step: number of optimizer steps done, including this one.
-        loss: mean over the items of the batch, before the update.
-        aux_loss: weighted balance loss.
-        z_loss: weighted router z-loss.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate of this step.
-        items_per_second: items (tokens, or the family's unit) of the batch over the wall time of the step.
-        load: load of the experts; None for a dense model, whose lines leave it out.
-        skipped_steps: steps so far whose update was skipped because the loss or a gradient was not finite.
-        items: items trained on so far.
-    """
-
-    step: int
-    loss: float
-    aux_loss: float
-    z_loss: float
-    grad_norm: float
+    step: int  # number of optimizer steps done, including this one
+    loss: float  # mean over the items of the batch, before the update
+    aux_loss: float  # weighted balance loss
+    z_loss: float  # weighted router z-loss
+    grad_norm: float  # global gradient norm before clipping
     lr: float
-    items_per_second: float
-    load: Load | None
-    skipped_steps: int
-    items: int
+    items_per_second: float  # items (tokens, or the family's unit) of the batch over the wall time of the step
+    load: Load | None  # load of the experts; None for a dense model, whose lines leave it out
+    skipped_steps: int  # steps so far whose update was skipped because the loss or a gradient was not finite
+    items: int  # items trained on so far
 
     def named(self, items: str) -> dict[str, float]:
         """Metrics by name, with the name of the items as in "tokens" and "tokens_per_second"."""
@@ -63,12 +44,7 @@ class StepMetrics:
 
 
 def measure_load(counts: list[list[int]], num_dropped: int) -> Load | None:
-    """Summarise routing; None for a dense model.
-
-    Args:
-        counts: rows chosen per expert, one list per MoE layer; empty for a dense model.
-        num_dropped: rows dropped in all layers.
-    """
+    """Summarise routing; None for a dense model."""
     if not counts:
         return None
     used = [layer for layer in counts if sum(layer)]
@@ -86,7 +62,6 @@ class MetricsFile:
     """metrics.jsonl: one JSON object per step, appended and flushed at once.
 
     Args:
-        path: the file; created if it does not exist.
         last_step: lines of later steps, and damaged or truncated lines, are removed.
     """
 

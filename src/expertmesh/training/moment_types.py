@@ -31,17 +31,11 @@ State = dict[str, Tensor]
 
 
 class Moment(NamedTuple):
-    """Rows of a stored moment.
+    """Rows of a stored moment."""
 
-    Attributes:
-        codes: (R, C).
-        scales: scales of these rows, the scalar scale of a whole tensor, or None.
-        is_signed: whether values may be negative.
-    """
-
-    codes: Tensor
-    scales: Tensor | None
-    is_signed: bool
+    codes: Tensor  # (R, C)
+    scales: Tensor | None  # scales of these rows, the scalar scale of a whole tensor, or None
+    is_signed: bool  # whether values may be negative
 
     @classmethod
     def of(cls, state: State, key: str) -> "Moment":
@@ -90,7 +84,6 @@ class Code:
             moment: these rows; codes and scales are set. A scale of the whole tensor is an input.
             words: (R, C) int32 random words, overwritten. A signed moment uses their lower halves, a non-negative one
                 their upper halves, so one word serves both. None: round to nearest.
-            space: workspace.
         """
         moment.codes.copy_(values)
 
@@ -159,8 +152,6 @@ class Float16Scaled(Code):
         """Update a scale in place for moment = decay moment + (1 - decay) x.
 
         Args:
-            scales: scale of the moment, set.
-            decay: decay of the moment.
             largest: largest |x| of the whole tensor.
         """
         part = (1 - decay) / Float16Scaled.largest
@@ -281,12 +272,7 @@ def _code(state_dtype: StateDtype, width: int) -> Code:
 
 
 def code_of(parameter: Tensor, state_dtype: StateDtype) -> Code:
-    """Storage type of a parameter's moments among ours (`spec/moments.py` has the rule).
-
-    Args:
-        parameter: a plain tensor or a DTensor.
-        state_dtype: requested type.
-    """
+    """Storage type of a parameter's moments among ours (`spec/moments.py` has the rule)."""
     own = own_part(parameter)
     is_wide = parameter.dtype in (torch.float32, torch.float64) and own.is_contiguous()
     if state_dtype not in CODES or not is_wide:
@@ -319,10 +305,10 @@ def row_slices(table: Tensor) -> list[slice]:
 
 
 def read_moment(
-    code: Code,
-    state: State,
-    key: str,
-    dtype: torch.dtype,
+    code: Code,  # storage type
+    state: State,  # optimizer state of the parameter
+    key: str,  # name of the moment
+    dtype: torch.dtype,  # FP32 or FP64
     space: Workspace,
     *,
     scale: Tensor | None = None,
@@ -330,11 +316,6 @@ def read_moment(
     """Decoded local shard of a moment, (R, C) in new memory.
 
     Args:
-        code: storage type.
-        state: optimizer state of the parameter.
-        key: name of the moment.
-        dtype: FP32 or FP64.
-        space: workspace.
         scale: scale of the whole tensor to use instead of the state's, which is already the next step's.
     """
     moment = Moment.of(state, key)

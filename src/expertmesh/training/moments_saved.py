@@ -43,22 +43,15 @@ class _Conversion(NamedTuple):
 
 
 class MomentsReader:
-    """Fills the state of an optimizer from a checkpoint.
-
-    Args:
-        source: the checkpoint.
-        optimizer: AdamW or Muon.
-        parameters: trainable parameters by name.
-        step: number of steps done, for a type that needs it where the saved state lacks it.
-    """
+    """Fills the state of an optimizer from a checkpoint."""
 
     def __init__(
         self,
-        source: TensorSource,
-        optimizer: torch.optim.Optimizer,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        source: TensorSource,  # the checkpoint
+        optimizer: torch.optim.Optimizer,  # AdamW or Muon
+        parameters: Iterable[tuple[str, nn.Parameter]],  # trainable parameters by name
         *,
-        step: int,
+        step: int,  # number of steps done, for a type that needs it where the saved state lacks it
     ) -> None:
         self.source = source
         self.targets: dict[str, Tensor] = {}
@@ -97,11 +90,7 @@ class MomentsReader:
             self.message = f"optimizer: moments change their type, {', '.join(told)}"
 
     def convert(self) -> None:
-        """Read the moments that need conversion, one tensor at a time; every rank must call.
-
-        Raises:
-            CheckpointError: a moment is incomplete.
-        """
+        """Read the moments that need conversion, one tensor at a time; every rank must call."""
         with torch.no_grad():
             for name, parameter, state, key, code in self._conversions:
                 values = self._values(name, parameter)

@@ -102,22 +102,17 @@ class Muon(torch.optim.Optimizer):
         groups: groups of `params` with `is_matrix` and `weight_decay`. Groups of matrices may have `halves`: for each
             parameter its fused layout (`fused_halves`) or None. With a `state_dtype` other than "float32", `params` are
             named.
-        lr: learning rate of all groups.
-        momentum: m.
-        betas: betas of AdamW.
-        eps: epsilon of AdamW.
-        dtype: dtype of the orthogonalization, see `orthogonalized`.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         *,
-        lr: float,
-        momentum: float,
-        betas: tuple[float, float],
-        eps: float,
-        dtype: torch.dtype | None = None,
+        lr: float,  # learning rate of all groups
+        momentum: float,  # m
+        betas: tuple[float, float],  # betas of AdamW
+        eps: float,  # epsilon of AdamW
+        dtype: torch.dtype | None = None,  # dtype of the orthogonalization, see `orthogonalized`
     ) -> None:
         self.dtype = dtype
         defaults = {"lr": lr, "is_matrix": False, "momentum": momentum, "state_dtype": "float32"}
@@ -150,11 +145,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; every rank must call.
-
-        Args:
-            closure: computes the loss again; None: gradients are set already.
-        """
+        """Update all parameters that have a gradient; every rank must call."""
         loss = loss_of(closure)
         matrices = [group for group in self.param_groups if group["is_matrix"]]
         compact = [group for group in matrices if group["state_dtype"] != "float32"]

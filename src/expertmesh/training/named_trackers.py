@@ -23,13 +23,7 @@ _LONGEST_PARAMETER = 500
 
 
 class WandB:
-    """Weights & Biases tracker; WANDB_PROJECT and WANDB_MODE set project and mode.
-
-    Args:
-        folder: the run directory; wandb keeps its files there.
-        values: the configuration.
-        module: its client.
-    """
+    """Weights & Biases tracker; WANDB_PROJECT and WANDB_MODE set project and mode."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any], *, module: Any) -> None:
         kept = _kept_id(folder, "wandb") or uuid.uuid4().hex
@@ -52,13 +46,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow tracker; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set server and experiment.
-
-    Args:
-        folder: the run directory.
-        values: the configuration.
-        module: its client.
-    """
+    """MLflow tracker; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME set server and experiment."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any], *, module: Any) -> None:
         self._module = module
@@ -82,13 +70,7 @@ class MLflow:
 
 
 class DroppedOnFailure:
-    """Tracker of a service that is dropped, with one warning, at its first error: the training goes on.
-
-    Args:
-        name: name of the service.
-        tracker: its tracker.
-        say: receiver of the warning.
-    """
+    """Tracker of a service that is dropped, with one warning, at its first error: the training goes on."""
 
     def __init__(self, name: TrackerName, tracker: OwnTracker, say: Callable[[str], None]) -> None:
         self._name, self._tracker, self._say = name, tracker, say
@@ -117,11 +99,7 @@ _CLIENTS: dict[str, Callable[..., OwnTracker]] = {"wandb": WandB, "mlflow": MLfl
 
 
 def check_installed(names: Sequence[TrackerName]) -> None:
-    """Check that the clients are installed.
-
-    Raises:
-        ConfigError: a client is missing.
-    """
+    """Check that the clients are installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -130,27 +108,15 @@ def check_installed(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(
-    names: Sequence[TrackerName],
-    folder: Path,
-    values: Mapping[str, Any],
+    names: Sequence[TrackerName],  # names of the services
+    folder: Path,  # the run directory
+    values: Mapping[str, Any],  # the configuration
     *,
-    tensorboard: bool,
-    last_step: int,
-    say: Callable[[str], None],
+    tensorboard: bool,  # whether to add TensorBoard if it is installed
+    last_step: int,  # number of steps done
+    say: Callable[[str], None],  # receiver of the warning that a service is dropped
 ) -> list[OwnTracker]:
-    """Open the trackers of a run.
-
-    Args:
-        names: names of the services.
-        folder: the run directory.
-        values: the configuration.
-        tensorboard: whether to add TensorBoard if it is installed.
-        last_step: number of steps done.
-        say: receiver of the warning that a service is dropped.
-
-    Raises:
-        ConfigError: a client is not installed.
-    """
+    """Open the trackers of a run."""
     check_installed(names)
     found: list[OwnTracker] = []
     if tensorboard or "tensorboard" in names:

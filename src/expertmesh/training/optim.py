@@ -25,9 +25,6 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
     Args:
         model: a placed model, before `build_optimizer`.
         parts: "experts" (without shared experts and residual MLP), "router".
-
-    Raises:
-        ConfigError: parts are given for a model without MoE layers.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if parts and not layers:
@@ -40,8 +37,8 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
+    model: nn.Module,  # parameters that require no gradient are left out
+    config: OptimConfig,  # learning rate, betas, epsilon, momentum and decay
     *,
     compute_dtype: torch.dtype | None = None,
     num_ranks: int = 1,
@@ -51,16 +48,10 @@ def build_optimizer(
     Parameters are grouped by weight decay, by Muon or AdamW, by type of the moments, and by mesh.
 
     Args:
-        model: parameters that require no gradient are left out.
-        config: learning rate, betas, epsilon, momentum and decay.
         compute_dtype: dtype of the model's matmuls; Muon uses BF16 if it is BF16, and on a GPU.
-        num_ranks: number of ranks.
 
     Returns:
         The optimizer; its learning rate is set before each step by the loop.
-
-    Raises:
-        ConfigError: `state_dtype` has no effect, or is torchao's and unavailable here.
     """
     if config.state_dtype not in CODES:
         check_torchao(
@@ -132,8 +123,6 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 
     Args:
         step: 0 ... total_steps - 1; larger steps have the last rate.
-        total_steps: length of the schedule.
-        config: options of the schedule.
     """
     step = min(step, total_steps - 1)
     start = config.num_warmup_steps(total_steps)
@@ -155,10 +144,6 @@ def decay_start(*, total_steps: int, config: OptimConfig) -> int:
     """Step at which a wsd schedule starts to decay: it decays for `decay_fraction` of the steps, at least one.
 
     A warm-up that reaches into the decay shortens it.
-
-    Args:
-        total_steps: length of the schedule.
-        config: options of the schedule.
     """
     num_decay = max(round(total_steps * config.decay_fraction), 1)
     return max(config.num_warmup_steps(total_steps), total_steps - num_decay)
@@ -171,15 +156,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor]) -> None:
-    """Update the aux-loss-free balancing bias of every MoE layer that has one.
-
-    Args:
-        model: the model with these layers.
-        num_tokens_per_expert: (E,) counts over the whole batch per MoE layer, in layer order.
-
-    Raises:
-        ConfigError: the number of counts is not the number of MoE layers.
-    """
+    """Update the aux-loss-free balancing bias of every MoE layer that has one."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if len(layers) != len(num_tokens_per_expert):
         raise ConfigError(

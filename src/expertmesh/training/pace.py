@@ -24,17 +24,11 @@ _BUSY = 0.5
 
 
 class SystemCounts(NamedTuple):
-    """Counters of the system for this process.
+    """Counters of the system for this process."""
 
-    Attributes:
-        cpu_s: processor time of all threads.
-        reads: major page faults: pages read back from disk.
-        pushed: involuntary context switches.
-    """
-
-    cpu_s: float
-    reads: int
-    pushed: int
+    cpu_s: float  # processor time of all threads
+    reads: int  # major page faults: pages read back from disk
+    pushed: int  # involuntary context switches
 
 
 def system_counts() -> SystemCounts:
@@ -51,22 +45,15 @@ def system_load() -> float:
 
 
 class Pace:
-    """Watches the seconds of steps, and reports once.
-
-    Args:
-        has_gpu: whether a GPU computes.
-        num_ranks: number of ranks.
-        counts: returns the system's counters.
-        load: returns the system's load.
-    """
+    """Watches the seconds of steps, and reports once."""
 
     def __init__(
         self,
         *,
-        has_gpu: bool = False,
+        has_gpu: bool = False,  # whether a GPU computes
         num_ranks: int = 1,
-        counts: Callable[[], SystemCounts] = system_counts,
-        load: Callable[[], float] = system_load,
+        counts: Callable[[], SystemCounts] = system_counts,  # returns the system's counters
+        load: Callable[[], float] = system_load,  # returns the system's load
     ) -> None:
         self._counts, self._load = counts, load
         self._has_gpu, self._num_ranks = has_gpu, num_ranks

@@ -60,12 +60,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 
 
 def summary(model: nn.Module, *, muon: bool) -> str:
-    """Text that says which optimizer updates the trainable parameters.
-
-    Args:
-        model: the model.
-        muon: whether Muon updates the matrices.
-    """
+    """Text that says which optimizer updates the trainable parameters."""
     roles = parameter_roles(model)
     learned = [roles[name] for name, p in model.named_parameters() if p.requires_grad]
     count = {role: learned.count(role) for role in _STRICTEST}
@@ -87,15 +82,10 @@ def _matrices(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """Sizes found directly in a module.
+    """Sizes found directly in a module."""
 
-    Attributes:
-        num_experts: lengths of its stacks of experts and lists of modules.
-        widths: widths of its embeddings and patch convolutions.
-    """
-
-    num_experts: frozenset[int]
-    widths: frozenset[int]
+    num_experts: frozenset[int]  # lengths of its stacks of experts and lists of modules
+    widths: frozenset[int]  # widths of its embeddings and patch convolutions
 
 
 class _Places:

@@ -19,15 +19,7 @@ from expertmesh.runs.run_dir import Run
 
 
 def packed_storage(base: FrozenBaseConfig, run: Run) -> dict[str, Any]:
-    """Options of the base, by dotted names, that follow from a folder whose experts are packed.
-
-    Args:
-        base: the options as they were given.
-        run: the folder that the run begins with.
-
-    Raises:
-        ConfigError: the folder is of `expertmesh quantize`, in another format than the one asked for.
-    """
+    """Options of the base, by dotted names, that follow from a folder whose experts are packed."""
     found = run.packed_format()
     if found is None:
         return {}
@@ -42,11 +34,7 @@ def packed_storage(base: FrozenBaseConfig, run: Run) -> dict[str, Any]:
 
 
 def with_format(begin: Run | None, config: RunConfig, precision: Precision) -> Run | None:
-    """The folder that a run begins with; under adapters its experts are read in the format of the base.
-
-    Raises:
-        ConfigError: weights in BF16 with products in another type.
-    """
+    """The folder that a run begins with; under adapters its experts are read in the format of the base."""
     base, dtype = config.base, precision.compute_dtype
     if begin is None or not config.adapter.rests:
         return begin
@@ -70,10 +58,7 @@ def place_model(task: Task, begin: Run | None, precision: Precision, ranks: Rank
     packed, and routers have FP32.
 
     Args:
-        task: task of the run.
         begin: the folder that it begins with, as `with_format` returned it; None: it has none, or goes on whole.
-        precision: device and types.
-        ranks: ranks of the run.
     """
     builder, place = task.builder, precision.device
     config: RunConfig = task.config

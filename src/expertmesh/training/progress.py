@@ -50,24 +50,18 @@ class ProgressReport:
     standard error.
 
     Args:
-        console: output; None: standard output.
-        family: model family, which names the items and the metric.
-        total_steps: number of steps of the run.
-        first_step: steps done before.
-        every: steps between plain lines; None: about forty lines in all.
-        metric: metric of the evaluations; None: the family's.
         on_lost: called on a dead pipe or a closed terminal. A full disk does not call it.
     """
 
     def __init__(
         self,
-        console: Console | None,
+        console: Console | None,  # output; None: standard output
         *,
-        family: Family,
-        total_steps: int,
-        first_step: int,
-        every: int | None = None,
-        metric: Metric | None = None,
+        family: Family,  # model family, which names the items and the metric
+        total_steps: int,  # number of steps of the run
+        first_step: int,  # steps done before
+        every: int | None = None,  # steps between plain lines; None: about forty lines in all
+        metric: Metric | None = None,  # metric of the evaluations; None: the family's
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._family, self._metric = family, metric or family.metric

@@ -43,17 +43,11 @@ _OF_TRAINING = (
 
 @dataclass(frozen=True)
 class Regrouped:
-    """Run with another number of experts.
+    """Run with another number of experts."""
 
-    Attributes:
-        path: run directory.
-        num_experts: experts of each MoE layer.
-        kept: for each MoE layer, share of the validation data's choices that went to the kept experts; None: all are
-            kept.
-    """
-
-    path: Path
-    num_experts: tuple[int, ...]
+    path: Path  # run directory
+    num_experts: tuple[int, ...]  # experts of each MoE layer
+    # for each MoE layer, share of the validation data's choices that went to the kept experts; None: all are kept
     kept: tuple[float, ...] | None = None
 
 
@@ -106,27 +100,14 @@ def count_choices(
 
 
 def prune(
-    source: str | Path,
-    target: str | Path,
+    source: str | Path,  # a run directory; its data must be available
+    target: str | Path,  # a run directory that does not exist yet
     *,
-    keep: int,
-    max_samples: int | None = None,
-    data_path: Sequence[str] | None = None,
+    keep: int,  # experts of each layer to keep; a layer with fewer keeps all
+    max_samples: int | None = None,  # number of validation samples, evenly spread; None: all
+    data_path: Sequence[str] | None = None,  # where the run's data are now; None: where they were
 ) -> Regrouped:
-    """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows.
-
-    Args:
-        source: a run directory; its data must be available.
-        target: a run directory that does not exist yet.
-        keep: experts of each layer to keep; a layer with fewer keeps all.
-        max_samples: number of validation samples, evenly spread; None: all.
-        data_path: where the run's data are now; None: where they were.
-
-    Raises:
-        ConfigError: the model has no experts, `keep` is too small, the router does not support pruning, or the data
-            differ from the run's.
-        CheckpointError: the run has no usable checkpoint.
-    """
+    """Write a run with the experts of each MoE layer that a run's validation data use most, and their router rows."""
     for option, value in (("keep", keep), ("max_samples", max_samples)):
         Number(1, fix="give one", types=WHOLE, optional=True).check(option, value)
     target = new_folder("to", target)
@@ -186,13 +167,8 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     """Write a run with the experts of two: experts and router rows are concatenated, all other weights averaged.
 
     Args:
-        first: a run directory.
         second: a run directory of the same model, vocabulary and classes; best with the same initial weights.
         target: a run directory that does not exist yet.
-
-    Raises:
-        ConfigError: the models differ, or have no experts.
-        CheckpointError: a run has no usable checkpoint.
     """
     target = new_folder("to", target)
     run, other = load_run(first), load_run(second)
@@ -217,15 +193,7 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
 
 
 def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
-    """MoE layers of a run's model by name, if experts can be removed and added.
-
-    Args:
-        run: the run, for its configuration and messages.
-        trained: its model.
-
-    Raises:
-        ConfigError: experts cannot be removed or added.
-    """
+    """MoE layers of a run's model by name, if experts can be removed and added."""
     layers = moe_layers(trained.model)
     if not layers or not hasattr(run.config.model, "moe"):
         raise ConfigError(f"run {run.path}: its model has no experts; name one that has")
@@ -249,11 +217,7 @@ def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
 
 
 def _check_alike(run: Run, other: Run) -> None:
-    """Check that two runs have the same model.
-
-    Raises:
-        ConfigError: they differ; names the first difference.
-    """
+    """Check that two runs have the same model."""
     if run.family.name != other.family.name:
         raise ConfigError(
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"

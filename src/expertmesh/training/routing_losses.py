@@ -14,21 +14,13 @@ POSITIONS = 8
 
 @dataclass(frozen=True)
 class Watched:
-    """Samples and kinds of the tokens of a forward pass, for recorded statistics.
+    """Samples and kinds of the tokens of a forward pass, for recorded statistics."""
 
-    Attributes:
-        num_samples: samples of the pass; its tokens are in their order.
-        part: index of this process's part of every sample's tokens, among `num_parts`.
-        num_parts: number of processes that share each sample.
-        num_labels: number of kinds of samples.
-        label_B: (B,) kind of each sample; None: no kinds.
-    """
-
-    num_samples: int
-    part: int = 0
-    num_parts: int = 1
-    num_labels: int = 0
-    label_B: Tensor | None = None
+    num_samples: int  # samples of the pass; its tokens are in their order
+    part: int = 0  # index of this process's part of every sample's tokens, among `num_parts`
+    num_parts: int = 1  # number of processes that share each sample
+    num_labels: int = 0  # number of kinds of samples
+    label_B: Tensor | None = None  # (B,) kind of each sample; None: no kinds
 
 
 @dataclass
@@ -36,16 +28,14 @@ class LoadCounter:
     """Routing statistics summed over the micro-batches of a step, without synchronizing.
 
     Attributes:
-        counts: (E,) int64 rows chosen per expert, one tensor per MoE layer.
-        num_dropped: (number of MoE layers,) int64 rows dropped.
         watched: one FP64 vector per MoE layer with this process's sums, concatenated: (E,) routing weights of each
             expert's rows; the tokens' routing entropies in nats; the number of tokens; (POSITIONS, 2) rows dropped and
             rows chosen in each part of a sample; (labels, E) rows chosen per expert by samples of each kind. Empty if
             nothing was watched.
     """
 
-    counts: list[Tensor] = field(default_factory=list)
-    num_dropped: Tensor | None = None
+    counts: list[Tensor] = field(default_factory=list)  # (E,) int64 rows chosen per expert, one tensor per MoE layer
+    num_dropped: Tensor | None = None  # (number of MoE layers,) int64 rows dropped
     watched: list[Tensor] = field(default_factory=list)
 
     def add(self, stats: Sequence[RoutingStats], watched: Watched | None = None) -> None:
@@ -114,7 +104,6 @@ def routing_losses(
     """Weighted balance loss and z-loss, summed over the layers; zeros for a dense model.
 
     Args:
-        stats: routing statistics of each layer.
         like: tensor whose device and dtype zeros have.
         shares: share of the tokens in this pass, among those that the losses are means over; one per layer, or one for
             all.

@@ -15,37 +15,21 @@ from expertmesh.training.metrics import evaluations, read_metrics
 
 @dataclass(frozen=True)
 class ListedRun:
-    """Summary of a run.
+    """Summary of a run."""
 
-    Attributes:
-        path: run directory.
-        recipe: name of the recipe; "?" if the configuration is unreadable.
-        step: number of steps done.
-        steps: number of steps configured, or None.
-        loss: loss of the last step, or None.
-        evaluation: last validation loss, or None.
-        num_checkpoints: number of checkpoints.
-        num_bytes: size of all files.
-        is_running: whether a process holds the run's lock.
-    """
-
-    path: Path
-    recipe: str
-    step: int
-    steps: int | None
-    loss: float | None
-    evaluation: float | None
+    path: Path  # run directory
+    recipe: str  # name of the recipe; "?" if the configuration is unreadable
+    step: int  # number of steps done
+    steps: int | None  # number of steps configured, or None
+    loss: float | None  # loss of the last step, or None
+    evaluation: float | None  # last validation loss, or None
     num_checkpoints: int
-    num_bytes: int
-    is_running: bool
+    num_bytes: int  # size of all files
+    is_running: bool  # whether a process holds the run's lock
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run directories below a folder, or the folder itself, by name; links are not followed.
-
-    Raises:
-        ConfigError: the path is not a folder.
-    """
+    """Run directories below a folder, or the folder itself, by name; links are not followed."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is no folder; give the one that runs are in")
     return sorted(_runs_below(folder))
@@ -91,16 +75,8 @@ def remove_old(path: Path, *, keep: int) -> int:
 
     The newest undamaged checkpoint is always kept.
 
-    Args:
-        path: the run directory.
-        keep: number of newest checkpoints to keep.
-
     Returns:
         Number of bytes removed.
-
-    Raises:
-        ConfigError: a process holds the run's lock, or its configuration is unreadable.
-        CheckpointError: all its checkpoints are damaged; none are removed.
     """
     run = RunDir(path)
     values, _ = run.read_values()

@@ -37,35 +37,18 @@ _VALUES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass
 class RunProgress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        step: number of optimizer steps done, including skipped ones.
-        samples: number of samples used; the position in the data.
-        items: number of tokens, images or the family's unit used.
-        skipped_steps: steps without an update because a value was not finite.
-        bad_steps_in_row: number of last steps in a row that were skipped.
-        seconds: wall time of all steps, without evaluation.
-    """
-
-    step: int = 0
-    samples: int = 0
-    items: int = 0
-    skipped_steps: int = 0
-    bad_steps_in_row: int = 0
-    seconds: float = 0.0
+    step: int = 0  # number of optimizer steps done, including skipped ones
+    samples: int = 0  # number of samples used; the position in the data
+    items: int = 0  # number of tokens, images or the family's unit used
+    skipped_steps: int = 0  # steps without an update because a value was not finite
+    bad_steps_in_row: int = 0  # number of last steps in a row that were skipped
+    seconds: float = 0.0  # wall time of all steps, without evaluation
 
     @classmethod
     def saved(cls, values: Mapping[str, Any], *, where: Path) -> "RunProgress":
-        """Progress from the values of a checkpoint.
-
-        Args:
-            values: values by name, also from older versions.
-            where: path of their file, for errors.
-
-        Raises:
-            CheckpointError: a value is not a number.
-        """
+        """Progress from the values of a checkpoint. `where`: path of their file, for errors."""
         values = {"items": values.get("tokens", 0), **values}  # former name of "items"
         for name, value in values.items():
             if not isinstance(value, int | float):
@@ -78,24 +61,15 @@ class RunProgress:
 
 @dataclass
 class TrainState:
-    """State that training changes.
-
-    Attributes:
-        model: the model.
-        optimizer: AdamW or Muon over its parameters.
-        scaler: loss scaler; may be disabled.
-        progress: progress of the run.
-        ranks: ranks over which model and optimizer are sharded.
-        loaded: message about the loaded state; empty: no message.
-        base: record of the weights that rest and are in no checkpoint, see `base_record`; None: all are saved.
-    """
+    """State that training changes."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    optimizer: torch.optim.Optimizer  # AdamW or Muon over its parameters
+    scaler: torch.amp.GradScaler  # loss scaler; may be disabled
     progress: RunProgress
-    ranks: Ranks = field(default_factory=Ranks)
-    loaded: str = ""
+    ranks: Ranks = field(default_factory=Ranks)  # ranks over which model and optimizer are sharded
+    loaded: str = ""  # message about the loaded state; empty: no message
+    # record of the weights that rest and are in no checkpoint, see `base_record`; None: all are saved
     base: Mapping[str, str] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,11 +99,7 @@ class TrainState:
         }
 
     def load(self, path: Path) -> None:
-        """Load a checkpoint that `find_damage` found whole; every rank must call.
-
-        Raises:
-            CheckpointError: it is unreadable, or of another model.
-        """
+        """Load a checkpoint that `find_damage` found whole; every rank must call."""
         targets = self._of_model()
         known = set().union(*self.ranks.gather(list(targets)))  # modules may be on other ranks
         values = read_run_state(path)
@@ -168,15 +138,7 @@ class TrainState:
 
 
 def read_run_state(path: Path, *names: str) -> dict[str, Any]:
-    """Plain values of a run's checkpoint.
-
-    Args:
-        path: folder of the checkpoint.
-        names: values that must exist; empty: all values of a run.
-
-    Raises:
-        CheckpointError: unreadable, of a newer format, or a value is missing or of the wrong type.
-    """
+    """Plain values of a run's checkpoint."""
     values = read_state(path)
     for name in names or _VALUES:
         if not isinstance(values.get(name), _VALUES[name]):
@@ -198,13 +160,7 @@ def check_same_run(
     Steps, batch size, learning rate, schedule, device and dtype (except float64) may change.
 
     Args:
-        saved: saved RunConfig as plain values.
-        config: configuration of the resumed run.
-        family: family of the resumed run.
         where: path, for errors.
-
-    Raises:
-        ConfigError: names the first option that differs.
     """
     of_family = saved.get("family", DEFAULT.name)
     if of_family != family.name:
@@ -253,11 +209,7 @@ def differs(name: str, before: Any, now: Any) -> bool:
 
 
 def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
-    """Check that a run is resumed with the same data: in other data the saved position would mean other samples.
-
-    Raises:
-        ConfigError: the data differ.
-    """
+    """Check that a run is resumed with the same data: in other data the saved position would mean other samples."""
     if saved_key != data.key:
         raise ConfigError(
             f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and files, "

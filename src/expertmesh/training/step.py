@@ -22,57 +22,36 @@ from expertmesh.training.routing_losses import LoadCounter, Watched, routing_los
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and statistics of one step.
+    """Losses and statistics of one step."""
 
-    Attributes:
-        loss: mean over the items of the batch.
-        aux_loss: weighted balance loss.
-        z_loss: weighted router z-loss.
-        grad_norm: gradient norm before clipping.
-        load: load of the experts; None for a dense model.
-        is_finite: whether loss and gradient were finite; if not, no parameter was changed.
-        items: items of the batch, for progress.
-        measures: measures of the task's loss by name.
-        experts: use of each expert, in recorded steps; None in other steps, and for a dense model.
-    """
-
-    loss: float
-    aux_loss: float
-    z_loss: float
-    grad_norm: float
-    load: Load | None
-    is_finite: bool
-    items: int
-    measures: Mapping[str, float]
+    loss: float  # mean over the items of the batch
+    aux_loss: float  # weighted balance loss
+    z_loss: float  # weighted router z-loss
+    grad_norm: float  # gradient norm before clipping
+    load: Load | None  # load of the experts; None for a dense model
+    is_finite: bool  # whether loss and gradient were finite; if not, no parameter was changed
+    items: int  # items of the batch, for progress
+    measures: Mapping[str, float]  # measures of the task's loss by name
+    # use of each expert, in recorded steps; None in other steps, and for a dense model
     experts: ExpertUse | None = None
 
 
 def training_step(
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    batch: Batch,
+    task: Task,  # defines the loss, and holds the run's configuration
+    model: nn.Module,  # in training mode
+    optimizer: torch.optim.Optimizer,  # the optimizer, with the learning rate of this step
+    scaler: torch.amp.GradScaler,  # loss scaler; may be disabled
+    batch: Batch,  # samples of all ranks, on the CPU
     *,
-    step: int,
-    precision: Precision,
-    ranks: Ranks | None = None,
+    step: int,  # from 0
+    precision: Precision,  # device and dtype
+    ranks: Ranks | None = None,  # the ranks among which each micro-batch is split; None: this process alone
 ) -> StepResult:
     """Forward, backward, clip, update.
 
     The loss is normalised by the items of the whole batch, and router noise is keyed by seed, step and the token's
     index in the whole batch. The micro-batch size therefore changes rounding only (and routing groups that are "all
     tokens of a call").
-
-    Args:
-        task: defines the loss, and holds the run's configuration.
-        model: in training mode.
-        optimizer: the optimizer, with the learning rate of this step.
-        scaler: loss scaler; may be disabled.
-        batch: samples of all ranks, on the CPU.
-        step: from 0.
-        precision: device and dtype.
-        ranks: the ranks among which each micro-batch is split; None: this process alone.
 
     Returns:
         Losses and statistics; synchronises with the device.
@@ -160,29 +139,18 @@ def _update(
 
 
 def accumulate_gradients(
-    task: Task,
-    model: nn.Module,
-    batch: Batch,
+    task: Task,  # defines the loss
+    model: nn.Module,  # in training mode
+    batch: Batch,  # samples of all ranks, enriched, on the CPU
     *,
-    step: int,
-    micro_batch_size: int,
-    scaler: torch.amp.GradScaler,
-    precision: Precision,
-    ranks: Ranks | None = None,
-    watch: bool = False,
+    step: int,  # from 0
+    micro_batch_size: int,  # samples per forward pass of all ranks
+    scaler: torch.amp.GradScaler,  # loss scaler
+    precision: Precision,  # device and dtype
+    ranks: Ranks | None = None,  # see `training_step`
+    watch: bool = False,  # whether to sum the statistics of `ExpertUse` as well
 ) -> tuple[Tensor, LoadCounter, tuple[str, ...]]:
     """Forward and backward over the micro-batches of a batch.
-
-    Args:
-        task: defines the loss.
-        model: in training mode.
-        batch: samples of all ranks, enriched, on the CPU.
-        step: from 0.
-        micro_batch_size: samples per forward pass of all ranks.
-        scaler: loss scaler.
-        precision: device and dtype.
-        ranks: see `training_step`.
-        watch: whether to sum the statistics of `ExpertUse` as well.
 
     Returns:
         (3 + N,) loss, balance loss and z-loss of the batch, then `Loss.sums`, FP32 or FP64; the routing counts; and the names of the

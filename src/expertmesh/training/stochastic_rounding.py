@@ -30,35 +30,20 @@ _KEY = 0x6D6F6D65, 0x6E747321
 
 @dataclass(frozen=True)
 class Words:
-    """Random words of one rank's shard of a tensor, by its rows and columns.
+    """Random words of one rank's shard of a tensor, by its rows and columns."""
 
-    Attributes:
-        rows: (R, 1) int32.
-        columns: (C,) int32.
-    """
-
-    rows: Tensor
-    columns: Tensor
+    rows: Tensor  # (R, 1) int32
+    columns: Tensor  # (C,) int32
 
     def of(self, part: slice, space: Workspace) -> Tensor:
-        """Words of some rows, (rows, C) int32, uniform over all int32 values.
-
-        Args:
-            part: slice of the rows.
-            space: workspace for the table.
-        """
+        """Words of some rows, (rows, C) int32, uniform over all int32 values."""
         some = self.rows[part]
         table = space.table("words", (len(some), len(self.columns)), torch.int32)
         return torch.add(some, self.columns, out=table)
 
 
 class WordTables:
-    """Row and column words of one step, computed at once for all shards.
-
-    Args:
-        step: step count of the tensors, from 1.
-        places: place of each shard, and its device.
-    """
+    """Row and column words of one step, computed at once for all shards. `step`: step count of the tensors, from 1."""
 
     def __init__(self, step: int, places: Iterable[tuple[Place, torch.device]]) -> None:
         self.step = step
@@ -83,13 +68,7 @@ class WordTables:
             self._tables[place, device] = rows, columns
 
     def words(self, name: str, place: Place, device: torch.device) -> Words:
-        """Words of a tensor.
-
-        Args:
-            name: name of the parameter in the model.
-            place: a place that was given to the constructor.
-            device: the device given with it.
-        """
+        """Words of a tensor."""
         rows, columns = self._tables[place, device]
         digest = hashlib.blake2b(f"{self.step} {name}".encode(), digest_size=4).digest()
         own = int.from_bytes(digest, "little", signed=True)

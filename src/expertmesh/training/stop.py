@@ -21,14 +21,11 @@ class StopRequest:
     An ignored SIGHUP (`nohup`) stays ignored.
 
     Outside the main thread, where Python allows no signal handlers, only `ask` works.
-
-    Attributes:
-        signal: first signal, or None.
-        on_ask: called at once on that signal, from the signal handler.
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # first signal, or None
+        # called at once on that signal, from the signal handler
         self.on_ask: Callable[[signal.Signals], None] | None = None
         self._since = 0.0
         self._previous: dict[signal.Signals, Any] = {}

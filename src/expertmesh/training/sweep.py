@@ -32,34 +32,24 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class SweptRate:
-    """Run of a sweep.
+    """Run of a sweep."""
 
-    Attributes:
-        lr: peak learning rate.
-        run_dir: run directory.
-        loss: loss of the last evaluation; None: it diverged, or was stopped before its first evaluation.
-        metric: the family's metric in that evaluation; None: as for `loss`.
-        steps: number of optimizer steps done, also in a run that diverged.
-        seconds: wall time of its steps.
-        stopped_by: name of the signal that ended it early; None: it is finished.
-    """
-
-    lr: float
+    lr: float  # peak learning rate
     run_dir: str
-    loss: float | None
-    metric: float | None
-    steps: int = 0
-    seconds: float = 0.0
-    stopped_by: str | None = None
+    loss: float | None  # loss of the last evaluation; None: it diverged, or was stopped before its first evaluation
+    metric: float | None  # the family's metric in that evaluation; None: as for `loss`
+    steps: int = 0  # number of optimizer steps done, also in a run that diverged
+    seconds: float = 0.0  # wall time of its steps
+    stopped_by: str | None = None  # name of the signal that ended it early; None: it is finished
 
 
 def sweep(
-    config: RunConfig,
-    rates: Sequence[float],
+    config: RunConfig,  # configuration of all runs, except `optim.lr`, `train.run_dir` and `train.resume`
+    rates: Sequence[float],  # peak learning rates
     *,
-    recipe: str = "none",
-    family: Family | None = None,
-    console: Console | None = None,
+    recipe: str = "none",  # name of the recipe, kept with the runs
+    family: Family | None = None,  # model family; None: the family in the configuration
+    console: Console | None = None,  # output of progress; None: standard output
 ) -> list[SweptRate]:
     """Train at each of several learning rates, in folders lr-RATE of `config.train.run_dir`, and write sweep.json
     there.
@@ -67,19 +57,8 @@ def sweep(
     A second call continues: finished runs with the same options are read, an interrupted one is resumed. Use a seed
     that you do not report: choosing the best of several rates also selects for chance.
 
-    Args:
-        config: configuration of all runs, except `optim.lr`, `train.run_dir` and `train.resume`.
-        rates: peak learning rates.
-        recipe: name of the recipe, kept with the runs.
-        family: model family; None: the family in the configuration.
-        console: output of progress; None: standard output.
-
     Returns:
         The runs, in the order of the rates; after a signal, up to the run that it ended.
-
-    Raises:
-        ConfigError: no rates, a duplicate rate, train.resume=required, a run with other options in a rate's folder, or
-            a run that `train` refuses.
     """
     names = [f"lr-{float(rate)!r}" for rate in rates]
     if not names or len(set(names)) < len(names):

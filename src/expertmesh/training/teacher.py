@@ -26,29 +26,19 @@ _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
 
 
 def open_teacher(
-    family: Family,
-    task: Task,
-    data: Data,
+    family: Family,  # family of student and teacher
+    task: Task,  # task of the student
+    data: Data,  # data of the student
     *,
-    precision: Precision,
-    ranks: Ranks,
+    precision: Precision,  # precision of the student; see `teacher_dtype`
+    ranks: Ranks,  # ranks of the student
     student: nn.Module | None = None,
 ) -> nn.Module | None:
     """Model of the run in distill.teacher, sharded over the ranks, in evaluation mode; None if distill.teacher is
     unset.
 
     Args:
-        family: family of student and teacher.
-        task: task of the student.
-        data: data of the student.
-        precision: precision of the student; see `teacher_dtype`.
-        ranks: ranks of the student.
         student: set to the teacher's saved weights if distill.init_from_teacher is set; None: no model to set.
-
-    Raises:
-        ConfigError: the run does not exist, has another family or vocabulary, or the family does not support
-            distillation.
-        CheckpointError: the run has no usable checkpoint.
     """
     config = task.config
     if config.distill.teacher is None:
@@ -79,15 +69,7 @@ def open_teacher(
 
 
 def find_teacher(config: RunConfig, family: Family) -> Run:
-    """Run of distill.teacher, found by its folder.
-
-    Args:
-        config: configuration of the student's run, with a teacher.
-        family: family of the student.
-
-    Raises:
-        ConfigError: the folder does not exist, or its configuration is unreadable.
-    """
+    """Run of distill.teacher, found by its folder. `config`: configuration of the student's run, with a teacher."""
     assert config.distill.teacher is not None
     return find_model(config.distill.teacher, None if family.name in FAMILIES else family)
 
@@ -104,9 +86,6 @@ def teacher_bytes(
     config: RunConfig, family: Family, *, num_ranks: int, compute_dtype: torch.dtype
 ) -> int:
     """Bytes of the weights of a run's teacher on each rank at rest; 0 without a usable teacher, or if its size is unknown.
-
-    Raises:
-        ConfigError: its configuration is unreadable.
     """
     teacher = config.distill.teacher
     if teacher is None or not RunDir(teacher).config.exists():
@@ -141,14 +120,6 @@ def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -
     """Set a student's weights to its teacher's; each layer is copied from the layer of equal shapes that is nearest in depth.
 
     Balancing biases and hash keys are copied if both models have them.
-
-    Args:
-        student: a model, sharded or not.
-        teacher: a model, usually with more layers; its own weights may be rounded.
-        weights: unrounded weights of the teacher.
-
-    Raises:
-        ConfigError: the student has a layer, or a parameter outside the layers, without a teacher's of the same shape.
     """
     mine, theirs = (_shapes(model) for model in (student, teacher))
     my_layers, their_layers = _layers(mine), _layers(theirs)

@@ -23,15 +23,10 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True)
 class Threads:
-    """Number of CPU threads of a process.
+    """Number of CPU threads of a process."""
 
-    Attributes:
-        count: number of threads.
-        why: reason in a few words.
-    """
-
-    count: int
-    why: str
+    count: int  # number of threads
+    why: str  # reason in a few words
 
     @property
     def description(self) -> str:
@@ -40,11 +35,7 @@ class Threads:
 
 
 def check_threads(given: int | None) -> None:
-    """Check that parallel.num_threads is not far above the number of cores.
-
-    Raises:
-        ConfigError: it is far above.
-    """
+    """Check that parallel.num_threads is not far above the number of cores."""
     cores = len(own_room().cores)
     if given is not None and given > max(_MOST_PER_CORE * cores, torch.get_num_threads()):
         raise ConfigError(
@@ -56,22 +47,18 @@ def check_threads(given: int | None) -> None:
 
 
 def settle_threads(
-    ranks: Ranks,
-    products: Sequence[Product],
+    ranks: Ranks,  # ranks that compute at the same time
+    products: Sequence[Product],  # products that dominate a step
     *,
-    given: int | None = None,
+    given: int | None = None,  # parallel.num_threads
     began_with: int | None = None,
-    room: Room | None = None,
+    room: Room | None = None,  # cores of this process; None: from the system
 ) -> Threads:
     """Number of threads of this process; every rank must call, and rank 0 decides for all.
 
     Args:
-        ranks: ranks that compute at the same time.
-        products: products that dominate a step.
-        given: parallel.num_threads.
         began_with: number of threads that the run started with, which is kept because sums depend on it; rank 0's value
             is used.
-        room: cores of this process; None: from the system.
     """
     room = own_room() if room is None else room
     share = share_of(room, ranks.gather(room))
@@ -122,9 +109,6 @@ def threads_of_calls(
     """Context with the number of threads for a trained model; on a GPU nothing changes.
 
     Args:
-        model: model on this process.
-        precision: compute precision.
-        num_rows: tokens of a call.
         ranks: ranks that compute at the same time; every rank must call. None: this process alone.
     """
     if precision.device.type != "cpu":
@@ -137,12 +121,7 @@ def threads_of_calls(
 
 
 def forward_products(parameters: Iterable[Tensor], *, num_rows: int) -> list[Product]:
-    """Products of a forward pass with a model's own matrices, of experts the first of each layer.
-
-    Args:
-        parameters: parameters of the model.
-        num_rows: tokens of a call.
-    """
+    """Products of a forward pass with a model's own matrices, of experts the first of each layer."""
     found = []
     for p in parameters:
         local = getattr(p, "_local_tensor", p).detach()

@@ -24,17 +24,7 @@ _CLASSES: Mapping[StateDtype, str] = {
 def check_torchao(
     parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
 ) -> ModuleType:
-    """Module `torchao.optim`, after a check that its optimizers can take these parameters.
-
-    Args:
-        parameters: trainable parameters.
-        state_dtype: torchao-int8 or torchao-int4.
-        num_ranks: number of ranks.
-
-    Raises:
-        ConfigError: torchao is not installed, there are several ranks, a parameter is sharded or FP64, or is on a CPU
-            without a C++ compiler.
-    """
+    """Module `torchao.optim`, after a check that its optimizers can take these parameters."""
 
     def refusal(rule: str, fix: str) -> ConfigError:
         return ConfigError("optim.state_dtype", state_dtype, rule, fix)
@@ -73,9 +63,6 @@ class TorchaoAdamW(LowBitAdamW):
 
     The first step compiles a loop for each shape, which takes some seconds each on a CPU. For arguments see
     `LowBitAdamW`.
-
-    Raises:
-        ConfigError: see `check_torchao`.
     """
 
     def _for_plain(self) -> torch.optim.AdamW | None:
@@ -91,11 +78,7 @@ class TorchaoAdamW(LowBitAdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again; None: gradients are set already.
-        """
+        """Update all parameters that have a gradient."""
         loss = loss_of(closure)
         for group, theirs in zip(self._groups, self._theirs.param_groups, strict=True):
             # torchao's rate is a tensor, so a new value does not recompile

@@ -24,7 +24,6 @@ class Tracker(Protocol):
         Args:
             values: values as in metrics.jsonl: "step" (from 1), "loss", "lr", ...; "eval_..." after an evaluation. NaN
                 and infinity are possible in a diverged step.
-            experts: use of the experts, in some steps.
         """
 
 
@@ -36,18 +35,11 @@ class OwnTracker(Tracker, Protocol):
 
 
 class AllTrackers:
-    """Trackers of a run, called one after the other.
-
-    Args:
-        own: trackers of the run, whose errors are raised at once.
-        given: trackers of the user.
-
-    Attributes:
-        error: first error of a user's tracker, raised after the run is saved; None: there was none.
-    """
+    """Trackers of a run, called one after the other. `own`: trackers of the run, whose errors are raised at once."""
 
     def __init__(self, own: Sequence[Tracker], given: Sequence[Tracker]) -> None:
         self._own, self._given = own, given
+        # first error of a user's tracker, raised after the run is saved; None: there was none
         self.error: Exception | None = None
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
@@ -67,12 +59,7 @@ class AllTrackers:
 
 
 class Files:
-    """Tracker that writes metrics.jsonl and experts.jsonl of a run directory.
-
-    Args:
-        metrics: open file of the steps.
-        experts: open file of the experts' use.
-    """
+    """Tracker that writes metrics.jsonl and experts.jsonl of a run directory."""
 
     def __init__(self, metrics: MetricsFile, experts: MetricsFile) -> None:
         self._metrics, self._experts = metrics, experts
@@ -90,12 +77,7 @@ class Files:
 
 
 class TensorBoard:
-    """Tracker that writes TensorBoard's event files.
-
-    Args:
-        folder: folder of the files.
-        last_step: later events, of a run that was stopped later, are hidden.
-    """
+    """Tracker that writes TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -142,16 +124,7 @@ def _is_tensorboards(thread: threading.Thread | None) -> bool:
 def open_tensorboard(
     folder: Path, *, last_step: int, make: Callable[..., OwnTracker] = TensorBoard
 ) -> list[OwnTracker]:
-    """List with a TensorBoard tracker if TensorBoard is installed, else empty.
-
-    Args:
-        folder: see `TensorBoard`.
-        last_step: see `TensorBoard`.
-        make: creates the tracker.
-
-    Raises:
-        ConfigError: TensorBoard is installed, but cannot be imported.
-    """
+    """List with a TensorBoard tracker if TensorBoard is installed, else empty."""
     if importlib.util.find_spec("tensorboard") is None:
         return []
     try:

@@ -8,11 +8,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Scratch memory by name; without reuse, page faults of fresh memory dominate the cost of such operations.
-
-    Args:
-        device: device of the memory.
-    """
+    """Scratch memory by name; without reuse, page faults of fresh memory dominate the cost of such operations."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +20,6 @@ class Workspace:
         Args:
             name: tables that are in use at the same time need different names.
             shape: shape of the tensor.
-            dtype: dtype of the tensor.
         """
         count = math.prod(shape)
         flat = self._flat.get((name, dtype))

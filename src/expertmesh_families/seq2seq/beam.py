@@ -21,22 +21,17 @@ _MOST_PENALTY = 10  # larger powers of lengths overflow
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Output of beam search for one source.
+    """Output of beam search for one source."""
 
-    Attributes:
-        ids: tokens of the output, without the start and the end.
-        score: log probability, with the end token, divided by the length penalty; larger is better.
-        is_finished: whether it ended with the end token; False: it was cut off at the maximum length.
-    """
-
-    ids: list[int]
-    score: float
-    is_finished: bool
+    ids: list[int]  # tokens of the output, without the start and the end
+    score: float  # log probability, with the end token, divided by the length penalty; larger is better
+    is_finished: bool  # whether it ended with the end token; False: it was cut off at the maximum length
 
 
 @dataclass
 class _Hypotheses:
-    """Best hypotheses so far of every source, sorted: (B, K) scores, -inf for empty places, and (B, K, length) tokens."""
+    """Best hypotheses so far of every source, sorted: (B, K) scores, -inf for empty places, and (B, K, length)
+    tokens."""
 
     scores_BK: Tensor
     ids_BKS: Tensor
@@ -57,44 +52,35 @@ def length_penalty_of(length: int, alpha: float) -> float:
 
 @torch.no_grad()
 def beam_search(
-    model: EncoderDecoder,
-    sources: Sequence[Sequence[int]],
+    model: EncoderDecoder,  # the encoder-decoder; its cache must be an `expertmesh.models.decoder.BeamCache`
+    sources: Sequence[Sequence[int]],  # token ids of each source, none of them empty
     *,
-    start: Sequence[int],
-    end_id: int,
-    num_beams: int = 5,
+    start: Sequence[int],  # ids that every output begins with
+    end_id: int,  # id that ends an output
+    num_beams: int = 5,  # unfinished outputs kept for each source; 1 without a length penalty: greedy decoding
     length_penalty: float = 1.0,
     max_tokens: int | Sequence[int] | None = None,
 ) -> list[Hypothesis]:
     """The best output found for each source.
 
-    A source is done when it has `num_beams` finished outputs and no unfinished one can still score higher than the worst of
-    them at any length. Synchronises with the device once per token.
+    A source is done when it has `num_beams` finished outputs and no unfinished one can still score higher than the
+    worst of them at any length. Synchronises with the device once per token.
 
     Args:
-        model: the encoder-decoder; its cache must be an `expertmesh.models.decoder.BeamCache`.
-        sources: token ids of each source, none of them empty.
-        start: ids that every output begins with.
-        end_id: id that ends an output.
-        num_beams: unfinished outputs kept for each source; 1 without a length penalty: greedy decoding.
-        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short outputs.
-        max_tokens: maximum tokens of an output, with the end, for all sources or for each; None: limited by the model's context.
+        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain log probabilities, which favour short
+            outputs.
+        max_tokens: maximum tokens of an output, with the end, for all sources or for each; None: limited by the model's
+            context.
 
     Returns:
         One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
-
-    Raises:
-        ConfigError: a value breaks a rule, or a source is too long or outside the vocabulary.
-        CheckpointError: the model's logits are not finite.
     """
     Number(1, MOST_BEAMS, "5 is usual", types=WHOLE).check("num_beams", num_beams)
     Number(0, _MOST_PENALTY, "1 is usual").check("length_penalty", length_penalty)
     sources = check_sources(model, sources, num_prompts=len(sources)) or []
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
-        raise ConfigError(
-            f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source"
-        )
+        raise ConfigError(f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source")
     room = {most: check_context_room(model, [start], max_tokens=most) for most in set(given)}
     limits = [room[most] for most in given]
     with evaluating(model):
@@ -134,7 +120,8 @@ def _search(
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
         total_BKV = running.scores_BK[..., None] + logp_BKV
-        # At most K of the 2 K candidates are ends, one per beam. An end finishes an output only if it is among the best K.
+        # At most K of the 2 K candidates are ends, one per beam. An end finishes an output only if it is among the best
+        # K.
         scores_BN, flat_BN = map(from_rank0, total_BKV.flatten(1).topk(2 * K, dim=1))
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
@@ -146,9 +133,7 @@ def _search(
         scores_BK, order_BK = scores_BN.masked_fill(is_end_BN, float("-inf")).topk(K, dim=1)
         running = _Hypotheses(scores_BK, _rows(ids_BNS, order_BK))
         at_limit_B1 = (limits_B == step + 1)[:, None]
-        cut = cut.best_of(
-            scores_BK[:, :1].masked_fill(~at_limit_B1, float("-inf")), running.ids_BKS[:, :1], 1
-        )
+        cut = cut.best_of(scores_BK[:, :1].masked_fill(~at_limit_B1, float("-inf")), running.ids_BKS[:, :1], 1)
         can_be_B = scores_BK[:, 0] / penalties_B.to(scores_BK.dtype)
         is_done_B = (can_be_B <= finished.scores_BK[:, -1]) | (limits_B <= step + 1)
         is_bad, is_done = torch.stack((scores_BN.isnan().any(), is_done_B.all())).tolist()

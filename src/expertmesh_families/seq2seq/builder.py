@@ -35,11 +35,7 @@ class Seq2SeqBuilder(ModelBuilder):
         return model
 
     def translation(self, tokenizer: Any, *, to: str) -> Translation:
-        """Special tokens for a target language: sources begin with its tag, outputs with the end of text.
-
-        Raises:
-            ConfigError: the language is unknown.
-        """
+        """Special tokens for a target language: sources begin with its tag, outputs with the end of text."""
         languages = languages_of(tokenizer)
         return Translation(
             before=(tag_id(languages, to),),

@@ -24,13 +24,6 @@ _OF_LENGTH = ("max_source_len", "max_seq_len")
 
 def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2SeqRunConfig":
     """The configuration with the model and the tokenizer of the run in train.init_from, but its own lengths and dropout.
-
-    Args:
-        config: configuration of the run.
-        other: configuration of the run in train.init_from.
-
-    Raises:
-        ConfigError: data.encode_with names another tokenizer.
     """
     where = expanded(config.train.init_from or ".")
     given, its_own = config.data.encode_with, str(where / "tokenizer.json")

@@ -1,7 +1,7 @@
 """Costs of training an encoder-decoder from its configuration alone: parameters, FLOPs, memory.
 
-Items are target tokens. Samples are counted with the maximum lengths of the model, so numbers of tokens are upper bounds. The
-cost of encoding the source is divided among the target tokens.
+Items are target tokens. Samples are counted with the maximum lengths of the model, so numbers of tokens are upper
+bounds. The cost of encoding the source is divided among the target tokens.
 """
 
 from dataclasses import dataclass
@@ -21,25 +21,16 @@ from expertmesh_families.seq2seq.spec import seq2seq_spec
 
 @dataclass(frozen=True)
 class TranslationFlops:
-    """FLOPs of the matrix products of a forward pass, two per multiply-add.
+    """FLOPs of the matrix products of a forward pass, two per multiply-add."""
 
-    Attributes:
-        source_flops: FLOPs per source token: the encoder, and keys and values for the decoder.
-        target_flops: FLOPs per target token: the decoder and the logits.
-    """
-
-    source_flops: int
-    target_flops: int
+    source_flops: int  # FLOPs per source token: the encoder, and keys and values for the decoder
+    target_flops: int  # FLOPs per target token: the decoder and the logits
 
 
-def forward_flops(
-    config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1
-) -> TranslationFlops:
+def forward_flops(config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1) -> TranslationFlops:
     """FLOPs of a forward pass over sources and targets of the given lengths.
 
     Args:
-        config: the model.
-        source_len: tokens of a source.
         target_len: tokens of a target; a target token sees (target_len + 1) / 2 of them on average.
         batch_size: samples that share the queries and keys of untied positions, which are computed once per batch.
     """
@@ -65,17 +56,8 @@ def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
     return routed + shared_flops(config)
 
 
-def seq2seq_costs(
-    config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
-) -> RunCosts:
-    """The costs of training an encoder-decoder.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False) -> RunCosts:
+    """The costs of training an encoder-decoder."""
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
     spec = seq2seq_spec(model)
@@ -94,9 +76,9 @@ def seq2seq_costs(
 def activation_elements(config: Seq2SeqConfig) -> int:
     """Elements that one sample saves for the backward pass: attention, dropout, norms, feed-forwards and logits.
 
-    With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them and the
-    projection's output, plus D for the copied half of the attention output. Queries and keys of the positions, which a batch
-    has once, are left out.
+    With untied positions, queries, keys, values and attention output have double width: 8 D, instead of 6 D for them
+    and the projection's output, plus D for the copied half of the attention output. Queries and keys of the positions,
+    which a batch has once, are left out.
     """
     D, S, T = config.dim, config.max_source_len, config.max_seq_len
     total = 2 * T * config.vocab_size

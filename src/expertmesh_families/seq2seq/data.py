@@ -1,4 +1,5 @@
-"""Training data for translation and denoising: each sample is a function of its global number, tasks are drawn with a temperature."""
+"""Training data for translation and denoising: each sample is a function of its global number, tasks are drawn with a
+temperature."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -28,26 +29,19 @@ from expertmesh_families.seq2seq.parallel_text import (
 CHUNK = 4096
 """Samples that are drawn and grouped by length together."""
 TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Sources (B, S), their lengths (B,), targets (B, S') with the end of text, their lengths (B,), indices of their tasks (B,); int64."""
+"""Sources (B, S), their lengths (B,), targets (B, S') with the end of text, their lengths (B,), indices of their tasks
+(B,); int64."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of one task.
+    """Examples of one task."""
 
-    Attributes:
-        source: source language.
-        target: target language; the source language for denoising.
-        where: (n, 2) index of the corpus and of the line of each example.
-        lengths: (n,) tokens of source and target together.
-        num_long: number of examples left out because they are longer than the model's maximum lengths.
-    """
-
-    source: str
-    target: str
-    where: np.ndarray
-    lengths: np.ndarray
-    num_long: int = 0
+    source: str  # source language
+    target: str  # target language; the source language for denoising
+    where: np.ndarray  # (n, 2) index of the corpus and of the line of each example
+    lengths: np.ndarray  # (n,) tokens of source and target together
+    num_long: int = 0  # number of examples left out because they are longer than the model's maximum lengths
 
     @property
     def name(self) -> str:
@@ -56,20 +50,13 @@ class Examples:
 
 
 def probabilities(
-    counts: Sequence[int],
+    counts: Sequence[int],  # examples of each task; a task with 0 is never drawn
     *,
-    temperature: float,
-    kinds: Sequence[int] | None = None,
-    shares: Sequence[float] = (1.0,),
+    temperature: float,  # 1 or more
+    kinds: Sequence[int] | None = None,  # index of each task's kind; None: there is one kind
+    shares: Sequence[float] = (1.0,),  # share of each kind in all samples
 ) -> np.ndarray:
-    """Probabilities of the tasks, proportional to count^(1 / temperature) within each kind of task.
-
-    Args:
-        counts: examples of each task; a task with 0 is never drawn.
-        temperature: 1 or more.
-        kinds: index of each task's kind; None: there is one kind.
-        shares: share of each kind in all samples.
-    """
+    """Probabilities of the tasks, proportional to count^(1 / temperature) within each kind of task."""
     sizes = np.asarray(counts, dtype=np.float64)
     weights = np.where(sizes > 0, sizes ** (1.0 / temperature), 0.0)
     of_task = np.zeros(len(sizes), dtype=np.int64) if kinds is None else np.asarray(kinds)
@@ -83,19 +70,11 @@ def probabilities(
 class Mixture:
     """Sampler of tasks and examples: each sample of a run is a pure function of seed and sample number.
 
-    In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in epochs of
-    its own, so no example is repeated before all others of the task were drawn.
-
-    Args:
-        tasks: the tasks.
-        shares: probability of each task.
-        seed: seed of the order.
-        neighbours: number of consecutive samples of similar length.
+    In a chunk of samples every task gets its share, rounded to whole samples. Each task goes through its examples in
+    epochs of its own, so no example is repeated before all others of the task were drawn.
     """
 
-    def __init__(
-        self, tasks: Sequence[Examples], shares: np.ndarray, *, seed: int, neighbours: int
-    ) -> None:
+    def __init__(self, tasks: Sequence[Examples], shares: np.ndarray, *, seed: int, neighbours: int) -> None:
         self._tasks, self._shares = tasks, shares
         self._seed, self._neighbours = seed, neighbours
         self._used = [np.zeros(len(tasks), dtype=np.int64)]
@@ -134,9 +113,7 @@ class Mixture:
         all_rows, all_lengths = np.concatenate(rows), np.concatenate(lengths)
         mixed = draws.order(CHUNK)
         mixed = mixed[np.argsort(all_lengths[mixed], kind="stable")]
-        runs = [
-            mixed[start : start + self._neighbours] for start in range(0, CHUNK, self._neighbours)
-        ]
+        runs = [mixed[start : start + self._neighbours] for start in range(0, CHUNK, self._neighbours)]
         order = np.concatenate([runs[i] for i in draws.order(len(runs))])
         found: np.ndarray = all_rows[order]
         return found
@@ -152,34 +129,22 @@ class Mixture:
 class TranslationData:
     """Data of a run: translation in all directions, and denoising.
 
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-        max_source_len: longest source with its two special tokens; longer examples are left out.
-        max_target_len: longest target with its special token; longer examples are left out.
-        seed: seed of order and noise.
-
-    Raises:
-        ConfigError: files are missing, unequal or damaged; a language or a direction is unknown or has no example.
-        OSError: the cache cannot be written.
-
     Attributes:
-        languages: languages in the order of their tags.
-        tasks: names of the training tasks, such as en-de, or en for denoising; the task indices of a training batch refer to it.
-        directions: names of the validation directions, such as en-de; the task indices of a validation batch refer to it.
+        tasks: names of the training tasks, such as en-de, or en for denoising; the task indices of a training batch
+            refer to it.
     """
 
     def __init__(
         self,
-        config: ParallelTextConfig,
+        config: ParallelTextConfig,  # options of the data
         *,
-        vocab_size: int,
-        max_source_len: int,
-        max_target_len: int,
-        seed: int,
+        vocab_size: int,  # V of the model
+        max_source_len: int,  # longest source with its two special tokens; longer examples are left out
+        max_target_len: int,  # longest target with its special token; longer examples are left out
+        seed: int,  # seed of order and noise
     ) -> None:
         tokens = prepare_parallel(config, vocab_size=vocab_size)
-        self.languages = tokens.languages
+        self.languages = tokens.languages  # languages in the order of their tags
         self.files = {"tokenizer.json": tokens.tokenizer_path}
         self._config, self._tokens, self._seed = config, tokens, seed
         limits = max_source_len - 2, max_target_len - 1
@@ -233,15 +198,14 @@ class TranslationData:
                 f"{path}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left out: longer than "
                 f"{lengths}; raise them"
             )
+        # names of the validation directions, such as en-de; the task indices of a validation batch refer to it
         self.directions = tuple(task.name for task in self._validation)
         self.num_validation = sum(len(task.where) for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
         # the key of the tokens depends on the content of a given tokenizer, so its path is left out here
         nameless = config.model_copy(update={"encode_with": None})
         options = nameless.model_dump_json(exclude={"cache_dir", "path", "encoding"})
-        self.key = hashlib.sha256(
-            f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
-        ).hexdigest()
+        self.key = hashlib.sha256(f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()).hexdigest()
         self.description = (
             f"{', '.join(config.path)}: {len(tokens.texts)} languages, "
             f"{sum(len(task.where) for task in translation):,} training and "
@@ -268,12 +232,9 @@ class TranslationData:
         return self._batch(rows)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
-        """Batches of at most max_samples validation translations, spread evenly over all directions, the shortest first."""
-        places = [
-            (index, line)
-            for index, task in enumerate(self._validation)
-            for line in range(len(task.where))
-        ]
+        """Batches of at most max_samples validation translations, spread evenly over all directions, the shortest
+        first."""
+        places = [(index, line) for index, task in enumerate(self._validation) for line in range(len(task.where))]
         chosen = [places[i] for i in evenly_spaced(len(places), max_samples)]
         chosen.sort(key=lambda place: int(self._validation[place[0]].lengths[place[1]]))
         for start in range(0, len(chosen), batch_size):
@@ -284,17 +245,12 @@ class TranslationData:
                 rows.append((source, target, task.target, index))
             yield self._batch(rows)
 
-    def _example(
-        self, corpora: Sequence[Corpus], task: Examples, example: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _example(self, corpora: Sequence[Corpus], task: Examples, example: int) -> tuple[np.ndarray, np.ndarray]:
         corpus, line = (int(number) for number in task.where[example])
         return corpora[corpus][task.source].line(line), corpora[corpus][task.target].line(line)
 
     def _batch(self, rows: Sequence[tuple[np.ndarray, np.ndarray, str, int]]) -> TranslationBatch:
-        sources = [
-            source_ids(source.tolist(), tag=tag_id(self.languages, code))
-            for source, _, code, _ in rows
-        ]
+        sources = [source_ids(source.tolist(), tag=tag_id(self.languages, code)) for source, _, code, _ in rows]
         targets = [[*target.tolist(), END_OF_TEXT_ID] for _, target, _, _ in rows]
         return (
             *_padded(sources),
@@ -315,10 +271,7 @@ def _directions(
     config: ParallelTextConfig, texts: Sequence[str], tagged: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Directions for training and for evaluation; directions left out of training are evaluated."""
-    given = {
-        name: [tuple(pair.split("-")) for pair in getattr(config, name)]
-        for name in ("pairs", "without_pairs")
-    }
+    given = {name: [tuple(pair.split("-")) for pair in getattr(config, name)] for name in ("pairs", "without_pairs")}
     for name, pairs in given.items():
         for source, target in pairs:
             for code, known in ((source, texts), (target, texts), (target, tagged)):
@@ -351,9 +304,7 @@ def _directions(
     return kept, every + others
 
 
-def _translation(
-    corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]
-) -> Examples:
+def _translation(corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]) -> Examples:
     """Examples of a direction: lines that both languages have, within the maximum lengths."""
     where, lengths = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     num_long = 0

@@ -46,34 +46,21 @@ Memory = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one side besides their hidden states; T = B * S.
+    """Tokens of one side besides their hidden states; T = B * S."""
 
-    Attributes:
-        ids_T: (T,) token ids, for hash routers.
-        mask_T: (T,) bool, False for padding; None: there is none.
-        index_T: (T,) global token indices, which key noise and dropout; None: 0, 1, 2, ...
-        rope: cosines and sines of the positions.
-        context: context of self-attention.
-    """
-
-    ids_T: Tensor
-    mask_T: Tensor | None
-    index_T: Tensor | None
-    rope: tuple[Tensor, Tensor]
-    context: DenseContext
+    ids_T: Tensor  # (T,) token ids, for hash routers
+    mask_T: Tensor | None  # (T,) bool, False for padding; None: there is none
+    index_T: Tensor | None  # (T,) global token indices, which key noise and dropout; None: 0, 1, 2, ...
+    rope: tuple[Tensor, Tensor]  # cosines and sines of the positions
+    context: DenseContext  # context of self-attention
 
 
 @dataclass(frozen=True)
 class Seq2SeqOutput:
-    """Logits and routing statistics of one forward pass; a pytree.
+    """Logits and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logits_NV: (N, V) logits of the N target tokens without padding, row by row, in the compute dtype.
-        stats: one RoutingStats per MoE layer, the encoder's first; empty for a dense model.
-    """
-
-    logits_NV: Tensor
-    stats: tuple[RoutingStats, ...]
+    logits_NV: Tensor  # (N, V) logits of the N target tokens without padding, row by row, in the compute dtype
+    stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE layer, the encoder's first; empty for a dense model
 
 
 torch.utils._pytree.register_dataclass(
@@ -85,14 +72,7 @@ torch.utils._pytree.register_dataclass(
 
 
 class CrossAttention(nn.Module):
-    """Attention of target tokens to a source, without positions (Vaswani et al. 2017, 3.2.3).
-
-    Args:
-        dim: model width.
-        num_heads: heads, a divisor of dim.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
+    """Attention of target tokens to a source, without positions (Vaswani et al. 2017, 3.2.3)."""
 
     def __init__(self, *, dim: int, num_heads: int, **place: Any) -> None:
         super().__init__()
@@ -112,7 +92,6 @@ class CrossAttention(nn.Module):
         Args:
             x_BSD: (B, S, D) target tokens.
             memory: keys and values of B sources, or of fewer: then B / sources neighbouring rows share a source.
-            visible: mask of the sources' padding.
         """
         keys, values = memory
         B, S, _ = x_BSD.shape
@@ -131,23 +110,15 @@ class CrossAttention(nn.Module):
 
 class Layer(FeedForward):
     """Layer: x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
-
-    Args:
-        config: the model.
-        layer_index: index of the layer in the model, the encoder's layers first.
-        cache_index: index of the layer in the decoder; None: the layer is the encoder's.
-        num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
-        config: Seq2SeqConfig,
+        config: Seq2SeqConfig,  # the model
         *,
-        layer_index: int,
-        cache_index: int | None,
-        num_experts: int,
+        layer_index: int,  # index of the layer in the model, the encoder's layers first
+        cache_index: int | None,  # index of the layer in the decoder; None: the layer is the encoder's
+        num_experts: int,  # experts of this layer; 0: a dense feed-forward layer
         **place: Any,
     ) -> None:
         super().__init__()
@@ -184,22 +155,17 @@ class Layer(FeedForward):
 
     def forward(
         self,
-        x_BSD: Tensor,
-        tokens: Tokens,
+        x_BSD: Tensor,  # (B, S, D) hidden states of the tokens
+        tokens: Tokens,  # ids, mask, indices, positions and context of the tokens
         source: Tensor | Memory | None = None,
-        source_visible: Visible | None = None,
-        capacity_factor: float | None = None,
-        losses: bool = True,
+        source_visible: Visible | None = None,  # see `CrossAttention`
+        capacity_factor: float | None = None,  # see `MoELayer.forward`
+        losses: bool = True,  # see `MoELayer.forward`
     ) -> tuple[Tensor, RoutingStats | None]:
         """Output (B, S, D), and the routing statistics of a MoE layer.
 
         Args:
-            x_BSD: (B, S, D) hidden states of the tokens.
-            tokens: ids, mask, indices, positions and context of the tokens.
             source: in the decoder: output of the encoder, or keys and values computed from it.
-            source_visible: see `CrossAttention`.
-            capacity_factor: see `MoELayer.forward`.
-            losses: see `MoELayer.forward`.
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
@@ -228,10 +194,7 @@ class Seq2Seq(LanguageModel):
     It implements `expertmesh.models.decoder.EncoderDecoder`, the interface for decoding.
 
     Args:
-        config: the model.
         device: device of the parameters; "meta" allocates none (then `to_empty` and `init_weights`).
-        dtype: dtype of the parameters; None: torch's default.
-        seed: seed of the initial weights; None: a fresh one from torch's default generator.
     """
 
     cache_type = Seq2SeqCache
@@ -239,11 +202,11 @@ class Seq2Seq(LanguageModel):
     @names_large_sizes
     def __init__(
         self,
-        config: Seq2SeqConfig,
+        config: Seq2SeqConfig,  # the model
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int | None = None,
+        dtype: torch.dtype | None = None,  # dtype of the parameters; None: torch's default
+        seed: int | None = None,  # seed of the initial weights; None: a fresh one from torch's default generator
     ) -> None:
         check_model_arguments(config, Seq2SeqConfig, dtype)
         super().__init__()
@@ -324,11 +287,7 @@ class Seq2Seq(LanguageModel):
         return result
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
-        """Encode the sources, without a capacity; see `expertmesh.models.decoder.EncoderDecoder`.
-
-        Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, or the cache is not empty or does not fit.
-        """
+        """Encode the sources, without a capacity; see `expertmesh.models.decoder.EncoderDecoder`."""
         self._check_side("ids_BS", ids_BS, "token_mask_BS", token_mask_BS, is_source=True)
         check_cache(cache, config=self.config, weight=self.embedding.weight)
         cache.check_new(ids_BS[:, :0])
@@ -353,10 +312,6 @@ class Seq2Seq(LanguageModel):
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
     ) -> Tensor:
         """Logits (B, V) of the token after the last column, without a capacity; see `expertmesh.models.decoder.CausalLM`.
-
-        Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, or no source was encoded; the cache is left
-                unchanged.
         """
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=None)
         check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
@@ -384,33 +339,27 @@ class Seq2Seq(LanguageModel):
 
     def forward(
         self,
-        source_BS: Tensor,
-        target_BS: Tensor,
+        source_BS: Tensor,  # (B, S) int64 ids of the sources, padded on the right
+        target_BS: Tensor,  # (B, S') int64 ids of the targets so far, padded on the right
         *,
         source_mask_BS: Tensor | None = None,
         target_mask_BS: Tensor | None = None,
         source_index_T: Tensor | None = None,
-        target_index_T: Tensor | None = None,
+        target_index_T: Tensor | None = None,  # (B * S',) int64 global token indices of the targets; None: 0, 1, 2, ...
         target_places_N: Tensor | None = None,
     ) -> Seq2SeqOutput:
         """Logits of the next token after every target token.
 
         Args:
-            source_BS: (B, S) int64 ids of the sources, padded on the right.
-            target_BS: (B, S') int64 ids of the targets so far, padded on the right.
-            source_mask_BS: (B, S) bool, False for padding, which no token sees and no expert computes; None: there is none.
+            source_mask_BS: (B, S) bool, False for padding, which no token sees and no expert computes; None: there is
+                none.
             target_mask_BS: (B, S') bool, False for padding, which gets no logits; None: there is none.
             source_index_T: (B * S,) int64 global token indices that key noise and dropout; None: 0, 1, 2, ...
-            target_index_T: (B * S',) int64 global token indices of the targets; None: 0, 1, 2, ...
-            target_places_N: (N,) int64 indices in target_BS.flatten() of the tokens with logits, row by row; None: the tokens
-                of target_mask_BS, whose number needs a device synchronisation.
+            target_places_N: (N,) int64 indices in target_BS.flatten() of the tokens with logits, row by row; None: the
+                tokens of target_mask_BS, whose number needs a device synchronisation.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
-
-        Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, sources or targets are too long, or targets, or
-                sources with untied positions, are padded on the left. Values (ids, masks) are checked on CPUs only, and not inside torch.compile.
         """
         self._check_side("source_BS", source_BS, "source_mask_BS", source_mask_BS, is_source=True)
         self._check_side("target_BS", target_BS, "target_mask_BS", target_mask_BS, is_source=False)

@@ -1,4 +1,5 @@
-"""Parallel text: files SPLIT.LANG (.gz, .zst) with corresponding lines, tokenised with a shared vocabulary and cached."""
+"""Parallel text: files SPLIT.LANG (.gz, .zst) with corresponding lines, tokenised with a shared vocabulary and
+cached."""
 
 import hashlib
 import heapq
@@ -35,9 +36,7 @@ MASK_ID = 1
 """Id of the token that replaces a masked span, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
-_OTHER_ENDINGS = frozenset(
-    {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"}
-)
+_OTHER_ENDINGS = frozenset({"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"})
 """Endings that look like language codes but rarely are; data.languages can name one that is (bak, Bashkir)."""
 _BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
 """Lines with only blanks, no-break spaces (U+00A0) and ideographic spaces (U+3000) included."""
@@ -46,15 +45,10 @@ _NO_LANGUAGE = "files have endings that are no languages as en, zh_Hans"
 
 @dataclass(frozen=True)
 class Lines:
-    """Tokenised lines of one file in one language.
+    """Tokenised lines of one file in one language."""
 
-    Attributes:
-        tokens_N: concatenated tokens of all lines.
-        starts: (lines + 1,) offset of each line in tokens_N; a blank line has no tokens.
-    """
-
-    tokens_N: np.ndarray
-    starts: np.ndarray
+    tokens_N: np.ndarray  # concatenated tokens of all lines
+    starts: np.ndarray  # (lines + 1,) offset of each line in tokens_N; a blank line has no tokens
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -72,23 +66,14 @@ Corpus = dict[str, Lines]
 
 @dataclass(frozen=True)
 class ParallelTokens:
-    """Tokenised parallel text.
+    """Tokenised parallel text."""
 
-    Attributes:
-        key: hex digest of everything that the tokens depend on.
-        languages: languages with a tag, which can be targets, in the order of the tags.
-        texts: languages of the files; those without a tag are sources only.
-        training: a corpus per folder.
-        validation: a corpus per folder that has this split.
-        tokenizer_path: tokenizer.json of the vocabulary that all languages share.
-    """
-
-    key: str
-    languages: tuple[str, ...]
-    texts: tuple[str, ...]
-    training: tuple[Corpus, ...]
-    validation: tuple[Corpus, ...]
-    tokenizer_path: Path
+    key: str  # hex digest of everything that the tokens depend on
+    languages: tuple[str, ...]  # languages with a tag, which can be targets, in the order of the tags
+    texts: tuple[str, ...]  # languages of the files; those without a tag are sources only
+    training: tuple[Corpus, ...]  # a corpus per folder
+    validation: tuple[Corpus, ...]  # a corpus per folder that has this split
+    tokenizer_path: Path  # tokenizer.json of the vocabulary that all languages share
 
 
 def tag(language: str) -> str:
@@ -97,11 +82,7 @@ def tag(language: str) -> str:
 
 
 def tag_id(languages: Sequence[str], language: str) -> int:
-    """Id of a language's tag; tags follow the end of text and the mask.
-
-    Raises:
-        ConfigError: the language is not in languages.
-    """
+    """Id of a language's tag; tags follow the end of text and the mask."""
     if language not in languages:
         near = nearest_name(language, list(languages))
         hint = f"did you mean {near}?" if near else f"known here: {', '.join(languages)}"
@@ -116,11 +97,7 @@ def languages_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def find_folder(name: str) -> Path:
-    """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder."""
     path = expanded(name)
     places = [path]
     if len(path.parts) == 1:
@@ -137,16 +114,8 @@ def find_folder(name: str) -> Path:
 
 
 def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> ParallelTokens:
-    """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has them.
-
-    Args:
-        config: options of the data.
-        vocab_size: V of the model.
-
-    Raises:
-        ConfigError: files are missing, of unequal lengths, or not UTF-8 text, or a language is unknown.
-        OSError: the cache cannot be written.
-    """
+    """Read the files, train the tokenizer and encode the lines; tokenizer and tokens are taken from the cache if it has
+    them."""
     if not config.path:
         raise ConfigError(
             "data.path",
@@ -203,9 +172,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             "add them, or name another split",
         )
     marks = languages if given is None else languages_of(load_tokenizer(given))
-    digest = hashlib.sha256(
-        f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{marks}".encode()
-    )
+    digest = hashlib.sha256(f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{marks}".encode())
     if given is not None:
         digest.update(given.read_bytes())
     elif len(folders) > 1:
@@ -227,16 +194,10 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
 
 
 def _given(name: str, vocab_size: int) -> Path:
-    """Path of a given tokenizer, checked to be one with language tags.
-
-    Raises:
-        ConfigError: it is missing or damaged, has no language tags, or has more tokens than the model.
-    """
+    """Path of a given tokenizer, checked to be one with language tags."""
     path = expanded(name)
     if not path.is_file():
-        raise ConfigError(
-            "data.encode_with", name, "is no file", "name the tokenizer.json of a run"
-        )
+        raise ConfigError("data.encode_with", name, "is no file", "name the tokenizer.json of a run")
     try:
         tokenizer = load_tokenizer(path, vocab_size=vocab_size)
     except CheckpointError as error:
@@ -252,11 +213,7 @@ def _given(name: str, vocab_size: int) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file, compressed or not, without line ends; UTF-8, or the encoding of its byte-order mark.
-
-    Raises:
-        ConfigError: the file is no text, or damaged.
-    """
+    """Lines of a text file, compressed or not, without line ends; UTF-8, or the encoding of its byte-order mark."""
     return lines_of(decoded(_bytes(path, None, option="")))
 
 
@@ -268,9 +225,7 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ConfigError(
-            f"{path}: is damaged, or was not packed as its name says; restore it from a copy"
-        ) from None
+        raise ConfigError(f"{path}: is damaged, or was not packed as its name says; restore it from a copy") from None
     try:
         text = decoded(data, encoding)
     except NotTextError as error:
@@ -280,14 +235,8 @@ def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> b
     return _BLANKS.sub(b"\n", b"\n" + data)[1:]
 
 
-def _files(
-    folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
-) -> dict[str, Path]:
-    """Files of a split by language, restricted to the given languages if there are any.
-
-    Raises:
-        ConfigError: a language has two files, one of them compressed.
-    """
+def _files(folder: Path, split: str, languages: Sequence[str], left_out: LeftOut) -> dict[str, Path]:
+    """Files of a split by language, restricted to the given languages if there are any."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
         ending = path.suffix if is_packed(path) else ""
@@ -312,18 +261,15 @@ def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]
     for code, lines in texts.items():
         if len(lines) != len(texts[first]):
             raise ConfigError(
-                f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel files "
+                f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel "
+                "files "
                 "have equally many, blank where a line is not translated"
             )
     return texts
 
 
 def in_turn(corpora: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    """Lines of all folders and languages, interleaved in a random order, so that the first ones represent all.
-
-    Args:
-        corpora: the lines of each language, for each folder.
-    """
+    """Lines of all folders and languages, interleaved in a random order, so that the first ones represent all."""
 
     def shuffled(number: int, count: int) -> Iterator[tuple[float, int, int]]:
         for place, line in enumerate(permutation(count, 0, 0)):
@@ -383,8 +329,7 @@ def _open(folder: Path, name: str) -> tuple[Corpus, ...]:
         corpus = {}
         for code in codes:
             parts = (
-                np.load(folder / f"{name}.{index}.{code}.{part}.npy", mmap_mode="r")
-                for part in ("tokens", "starts")
+                np.load(folder / f"{name}.{index}.{code}.{part}.npy", mmap_mode="r") for part in ("tokens", "starts")
             )
             corpus[code] = Lines(*parts)
         corpora.append(corpus)

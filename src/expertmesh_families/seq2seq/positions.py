@@ -1,4 +1,5 @@
-"""Untied positions: attention scores of positions, separate from those between tokens (TUPE, Ke et al. 2021, arXiv 2006.15595)."""
+"""Untied positions: attention scores of positions, separate from those between tokens (TUPE, Ke et al. 2021, arXiv
+2006.15595)."""
 
 from typing import Any
 
@@ -11,20 +12,9 @@ from expertmesh.moe.dense_parts import Linear
 
 
 class UntiedPositions(nn.Module):
-    """Queries and keys of absolute positions, shared by all layers of an encoder or decoder (eq. 7).
+    """Queries and keys of absolute positions, shared by all layers of an encoder or decoder (eq. 7)."""
 
-    Args:
-        max_len: number of positions.
-        dim: model width.
-        num_heads: heads, a divisor of dim.
-        norm_eps: epsilon of the norm of the position embeddings.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
-
-    def __init__(
-        self, *, max_len: int, dim: int, num_heads: int, norm_eps: float, **place: Any
-    ) -> None:
+    def __init__(self, *, max_len: int, dim: int, num_heads: int, norm_eps: float, **place: Any) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.embedding = nn.Embedding(max_len, dim, **place)
@@ -41,8 +31,7 @@ class UntiedPositions(nn.Module):
         """
         keys_K = torch.arange(num_keys, device=positions_S.device)
         queries_SD, keys_KD = (
-            matrix(self.norm(self.embedding(places)))
-            for matrix, places in ((self.q, positions_S), (self.k, keys_K))
+            matrix(self.norm(self.embedding(places))) for matrix, places in ((self.q, positions_S), (self.k, keys_K))
         )
         return self._heads(queries_SD), self._heads(keys_KD)
 

@@ -1,4 +1,5 @@
-"""Recipes of encoder-decoders: for two CPU cores, and the published shapes of Z-code M3 (Kim et al. 2021, arXiv 2109.10465)."""
+"""Recipes of encoder-decoders: for two CPU cores, and the published shapes of Z-code M3 (Kim et al. 2021, arXiv
+2109.10465)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ def translate_test() -> Seq2SeqRunConfig:
 
 
 def translate_multi30k() -> Seq2SeqRunConfig:
-    """English to German on descriptions of pictures (Multi30k): 8 experts in every other layer, under an hour on two cores."""
+    """English to German on descriptions of pictures (Multi30k): 8 experts in every other layer, under an hour on two
+    cores."""
     return Seq2SeqRunConfig(
         model=Seq2SeqConfig(
             vocab_size=6000,
@@ -51,9 +53,7 @@ def translate_multi30k() -> Seq2SeqRunConfig:
             init_std=0.04,
             moe=MoEConfig(num_experts=(8,), top_k=1, hidden_dim=512, balance_loss_scope="global"),
         ),
-        data=ParallelTextConfig(
-            path=("multi30k",), languages=("de", "en"), pairs=("en-de",), neighbours=128
-        ),
+        data=ParallelTextConfig(path=("multi30k",), languages=("de", "en"), pairs=("en-de",), neighbours=128),
         optim=OptimConfig(
             name="muon",
             lr=12e-3,
@@ -74,9 +74,7 @@ def translate_multi30k() -> Seq2SeqRunConfig:
 
 
 _TWELVE = ("cs", "de", "en", "es", "fi", "fr", "it", "nl", "pl", "ru", "tr", "zh")
-_WITH_ENGLISH = tuple(
-    pair for code in _TWELVE if code != "en" for pair in (f"en-{code}", f"{code}-en")
-)
+_WITH_ENGLISH = tuple(pair for code in _TWELVE if code != "en" for pair in (f"en-{code}", f"{code}-en"))
 
 
 def translate_twelve() -> Seq2SeqRunConfig:
@@ -109,17 +107,13 @@ def translate_twelve() -> Seq2SeqRunConfig:
 class PublishedTranslator:
     """Recipe of a size of Z-code M3: 24 encoder and 12 decoder layers, MoE in every other one.
 
-    Capacity 1.0 in training and 2.0 in evaluation, random token selection, a vocabulary of 128,000, and an untied output
-    matrix, which gives the published sizes. Differences: RMSNorm and rotary positions, where the original has LayerNorm,
-    biases and untied absolute positions.
-
-    Attributes:
-        name: name of the recipe.
-        num_experts: experts of each MoE layer; none: dense.
+    Capacity 1.0 in training and 2.0 in evaluation, random token selection, a vocabulary of 128,000, and an untied
+    output matrix, which gives the published sizes. Differences: RMSNorm and rotary positions, where the original has
+    LayerNorm, biases and untied absolute positions.
     """
 
-    name: str
-    num_experts: tuple[int, ...]
+    name: str  # name of the recipe
+    num_experts: tuple[int, ...]  # experts of each MoE layer; none: dense
 
     @property
     def summary(self) -> str:

@@ -18,30 +18,15 @@ TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
 
 
 class Score(NamedTuple):
-    """Corpus score by one metric.
+    """Corpus score by one metric."""
 
-    Attributes:
-        name: name of the metric in sacreBLEU.
-        value: score from 0 to 100.
-        signature: sacreBLEU's signature, with all settings that the score depends on.
-    """
-
-    name: str
-    value: float
-    signature: str
+    name: str  # name of the metric in sacreBLEU
+    value: float  # score from 0 to 100
+    signature: str  # sacreBLEU's signature, with all settings that the score depends on
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str) -> list[Score]:
-    """Corpus BLEU and chrF.
-
-    Args:
-        hypotheses: translations, one line each.
-        references: reference translations, one line each, as many as hypotheses.
-        language: code of the target language, which selects BLEU's tokenizer.
-
-    Raises:
-        ConfigError: sacreBLEU is not installed, or there are no translations or not as many references.
-    """
+    """Corpus BLEU and chrF. `language`: code of the target language, which selects BLEU's tokenizer."""
     found = []
     for metric in metrics_of(hypotheses, references, language):
         result = metric.corpus_score(list(hypotheses), [list(references)])
@@ -50,15 +35,9 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
 
 
 def check_sacrebleu() -> None:
-    """Check that sacreBLEU is installed.
-
-    Raises:
-        ConfigError: sacrebleu is not installed.
-    """
+    """Check that sacreBLEU is installed."""
     if importlib.util.find_spec("sacrebleu") is None:
-        raise ConfigError(
-            "scores need the package sacrebleu; install it with: pip install sacrebleu"
-        )
+        raise ConfigError("scores need the package sacrebleu; install it with: pip install sacrebleu")
 
 
 def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
@@ -71,17 +50,14 @@ def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: s
 
 
 def plain_language(language: str) -> str:
-    """Language code without region or script, as two letters if there are no blanks between words: "zh" for "zho_Hans"."""
+    """Language code without region or script, as two letters if there are no blanks between words: "zh" for
+    "zho_Hans"."""
     code = re.split("[_-]", language)[0].lower()
     return _SHORTER.get(code, code)
 
 
 def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
-    """Check that there are lines, and as many references.
-
-    Raises:
-        ConfigError: there are no lines, their numbers differ, or a line is not a string.
-    """
+    """Check that there are lines, and as many references."""
     if len(lines) != len(references):
         raise ConfigError(
             f"{len(lines):,} {what} and {len(references):,} references: must be equally many; give one line for each"
@@ -89,8 +65,6 @@ def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> N
     for name, given in ((what, lines), ("references", references)):
         for line in given:
             if not isinstance(line, str):
-                raise ConfigError(
-                    f"{name}: one is {type_of(line)}; there is one text for each, give it"
-                )
+                raise ConfigError(f"{name}: one is {type_of(line)}; there is one text for each, give it")
     if not lines:
         raise ConfigError(f"0 {what}: no score has a meaning; give at least one")

@@ -16,13 +16,9 @@ from expertmesh_families.seq2seq.spec import seq2seq_spec
 
 @dataclass(frozen=True)
 class TranslationSizes(ModelSizes):
-    """Sizes of an encoder-decoder, whose sequence is a source with its target.
+    """Sizes of an encoder-decoder, whose sequence is a source with its target."""
 
-    Attributes:
-        elements: elements that a sample keeps for the backward pass.
-    """
-
-    elements: int = field(kw_only=True)
+    elements: int = field(kw_only=True)  # elements that a sample keeps for the backward pass
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
         """Activations of a rank, as `train --dry-run` counts them."""
@@ -30,11 +26,7 @@ class TranslationSizes(ModelSizes):
 
 
 def sizes_of_translation(config: Seq2SeqRunConfig) -> tuple[TranslationSizes, int]:
-    """Sizes of the model of a run, and tokens of a source and its target.
-
-    Args:
-        config: configuration of the run.
-    """
+    """Sizes of the model of a run, and tokens of a source and its target."""
     model = config.model
     spec, S, T = seq2seq_spec(model), model.max_source_len, model.max_seq_len
     encoder, decoder = model.experts_per_layer()

@@ -10,11 +10,7 @@ from expertmesh_families.seq2seq.config import Seq2SeqConfig
 
 @lru_cache(maxsize=16)
 def seq2seq_spec(config: Seq2SeqConfig) -> ModelSpec:
-    """Every parameter of an encoder-decoder, without building it; decoder layers are numbered after the encoder's.
-
-    Args:
-        config: the model.
-    """
+    """Every parameter of an encoder-decoder, without building it; decoder layers are numbered after the encoder's."""
     return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
 
 

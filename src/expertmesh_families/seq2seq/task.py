@@ -84,9 +84,7 @@ class Seq2SeqTask(Task):
                 found[f"loss_{name}"] = sums[f"nats_{name}"] / sums[f"items_{name}"]
         return found
 
-    def _forward(
-        self, model: nn.Module, batch: Batch, part: Part
-    ) -> tuple[Seq2SeqOutput, Tensor, Tensor]:
+    def _forward(self, model: nn.Module, batch: Batch, part: Part) -> tuple[Seq2SeqOutput, Tensor, Tensor]:
         """Model output, the N target tokens to predict, and the batch row of each."""
         source_BS, source_lengths_B, target_BS, target_lengths_B, _ = batch
         device = source_BS.device

@@ -23,14 +23,14 @@ _log = logging.getLogger("expertmesh.data")
 
 
 def translate(
-    model: CausalLM,
-    tokenizer: Tokenizer,
+    model: CausalLM,  # an encoder-decoder
+    tokenizer: Tokenizer,  # the model's tokenizer
     translation: Translation,
-    texts: Sequence[str],
+    texts: Sequence[str],  # one line each
     *,
-    num_beams: int = 5,
-    length_penalty: float = 1.0,
-    batch_size: int = 32,
+    num_beams: int = 5,  # see `beam_search`
+    length_penalty: float = 1.0,  # see `beam_search`
+    batch_size: int = 32,  # texts that are translated together
     max_tokens: int | None = None,
     split_long: bool = False,
     each: Callable[[str], None] | None = None,
@@ -40,19 +40,10 @@ def translate(
     Logs a warning that names the translations cut off at their maximum length.
 
     Args:
-        model: an encoder-decoder.
-        tokenizer: the model's tokenizer.
         translation: special tokens for the target language, from `expertmesh.models.builder.ModelBuilder.translation`.
-        texts: one line each.
-        num_beams: see `beam_search`.
-        length_penalty: see `beam_search`.
-        batch_size: texts that are translated together.
         max_tokens: see `beam_search`; None: twice the source's tokens plus 16, limited by the model's context.
         split_long: whether texts longer than the model's context are translated in pieces, cut at ends of sentences.
         each: called with each translation, in order, as soon as it and all earlier ones are done.
-
-    Raises:
-        ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
     """
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(f"{type_of(model)} reads no sources; use an encoder-decoder")
@@ -65,9 +56,9 @@ def translate(
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             return around + len(ids) <= model.max_source_len
 
-        parts = [in_pieces(text.strip(), fits) for text in texts]
-    whose = [number for number, pieces in enumerate(parts, 1) for _ in pieces]
-    flat = [piece for pieces in parts for piece in pieces]
+        parts = [split_text(text.strip(), fits) for text in texts]
+    whose = [number for number, cut in enumerate(parts, 1) for _ in cut]
+    flat = [piece for cut in parts for piece in cut]
     encoded = tokenizer.encode_batch_fast(flat, add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
     # batches of similar lengths, sorted within windows so that the first translations are done early
@@ -104,28 +95,22 @@ def translate(
     told.finish()
     if endless:
         _log.warning(
-            f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: of "
+            f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: "
+            "of "
             f"{_named('text', endless)}"
         )
     return done.texts
 
 
 class _InOrder:
-    """Buffer that emits translations in the order of the texts, each as soon as it and all earlier ones are done.
-
-    Args:
-        parts: pieces of each text.
-        found: translations of all pieces, in the order of the texts; filled by the caller.
-        missing: indices of the pieces that are not translated yet; updated by the caller.
-        each: called with each translation; None: nothing is called.
-    """
+    """Buffer that emits translations in the order of the texts, each as soon as it and all earlier ones are done."""
 
     def __init__(
         self,
-        parts: Sequence[Sequence[str]],
-        found: Sequence[str],
-        missing: set[int],
-        each: Callable[[str], None] | None,
+        parts: Sequence[Sequence[str]],  # pieces of each text
+        found: Sequence[str],  # translations of all pieces, in the order of the texts; filled by the caller
+        missing: set[int],  # indices of the pieces that are not translated yet; updated by the caller
+        each: Callable[[str], None] | None,  # called with each translation; None: nothing is called
     ) -> None:
         self._parts, self._found, self._each, self._at = parts, found, each, 0
         self.missing, self.texts = missing, list[str]()
@@ -142,13 +127,9 @@ class _InOrder:
                 self._each(self.texts[-1])
 
 
-def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
-
-    Args:
-        text: text without blanks around it.
-        fits: returns whether a piece is short enough.
-    """
+def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Pieces of a text that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the
+    middle."""
     if len(text) < 2 or fits(text):
         return [text]
     cut = len(text) // 2
@@ -156,12 +137,12 @@ def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
         if ends := [m.end() for m in pattern.finditer(text) if m.end() < len(text)]:
             cut = min(ends, key=lambda end: abs(2 * end - len(text)))
             break
-    return [*in_pieces(text[:cut].rstrip(), fits), *in_pieces(text[cut:], fits)]
+    return [*split_text(text[:cut].rstrip(), fits), *split_text(text[cut:], fits)]
 
 
-def _joined(pieces: Sequence[str]) -> str:
+def _joined(parts: Sequence[str]) -> str:
     """Pieces joined by blanks, but without a blank behind a full-width end of a sentence."""
-    return re.sub(r"(?<=[。！？]) ", "", " ".join(pieces)) if len(pieces) > 1 else pieces[0]
+    return re.sub(r"(?<=[。！？]) ", "", " ".join(parts)) if len(parts) > 1 else parts[0]
 
 
 def _named(what: str, numbers: Iterable[int]) -> str:
@@ -179,7 +160,8 @@ def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
         return
     has = "has" if len(long) == 1 else "have up to"
     raise ConfigError(
-        f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten what is longer,"
+        f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten "
+        "what is longer,"
         f" or have it translated in pieces by {named('split_long', True)}"
     )
 

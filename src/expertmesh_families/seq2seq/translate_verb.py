@@ -55,13 +55,6 @@ def run(argv: list[str]) -> int:
     """Print, or write with --output, a translation of each text; returns 0.
 
     With references scores are printed; without --output only they are.
-
-    Args:
-        argv: words after `translate`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or files do not match.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     with once_per_host():
         options = parsed(TranslateVerb, argv)
@@ -97,18 +90,14 @@ def run(argv: list[str]) -> int:
     if references is not None:
         scored = _scored(texts, references)
         if left_out := len(texts) - len(scored):
-            tell(
-                f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank"
-            )
+            tell(f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank")
         found, references = ([lines[i] for i in scored] for lines in (found, references))
         for name, value, signature in score(found, references, language=options.to):
             print(f"{name} {value:.2f}  {signature}")
     return 0
 
 
-def _translated(
-    options: Any, texts: list[str], opened: "LoadedModel", write: Callable[[str], None]
-) -> list[str]:
+def _translated(options: Any, texts: list[str], opened: "LoadedModel", write: Callable[[str], None]) -> list[str]:
     tokenizer = opened.text.tokenizer
     translation = opened.task.builder.translation(tokenizer, to=options.to)
     import torch
@@ -150,17 +139,20 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None]:
     references = _lines(options.reference, "--reference")
     if len(references) != len(texts):
         raise ConfigError(
-            f"--reference {options.reference}: has {len(references):,} lines for {len(texts):,} texts; give the file that belongs to them"
+            f"--reference {options.reference}: has {len(references):,} lines for {len(texts):,} texts; give the file "
+            "that belongs to them"
         )
     if not _scored(texts, references):
         raise ConfigError(
-            f"--reference {options.reference}: has no line for a text that is not blank, so there is nothing to score; give one"
+            f"--reference {options.reference}: has no line for a text that is not blank, so there is nothing to "
+            "score; give one"
         )
     return texts, references
 
 
 def _scored(texts: list[str], references: list[str]) -> list[int]:
-    """Indices of lines where text and reference are nonblank; parallel text has blank lines where a translation is missing."""
+    """Indices of lines where text and reference are nonblank; parallel text has blank lines where a translation is
+    missing."""
     pairs = zip(texts, references, strict=True)
     return [i for i, (text, right) in enumerate(pairs) if text.strip() and right.strip()]
 

@@ -20,16 +20,11 @@ _ERASED_AREA = (0.02, 1 / 3)
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixup or cutmix of a sample with a partner.
+    """Mixup or cutmix of a sample with a partner."""
 
-    Attributes:
-        partner: number in [0, 1) that selects the partner.
-        weight: weight of the sample; the partner's is 1 - weight.
-        box: cutmix: rectangle with the partner's pixels, (top, left, bottom, right) as fractions of the sides. None: mixup.
-    """
-
-    partner: float
-    weight: float
+    partner: float  # number in [0, 1) that selects the partner
+    weight: float  # weight of the sample; the partner's is 1 - weight
+    # cutmix: rectangle with the partner's pixels, (top, left, bottom, right) as fractions of the sides. None: mixup.
     box: tuple[float, float, float, float] | None
 
 
@@ -39,8 +34,6 @@ def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, se
     Args:
         images_BCHW: (B, C, H, W) FP32 images in [0, 1].
         samples: number of each sample, which with the seed determines its augmentation.
-        config: options of augmentation.
-        seed: seed of the run.
     """
     draws_BN = np.stack([Draws(seed, "augment", i).uniform(_NUM_DRAWS) for i in samples])
     signed_BN = 2 * draws_BN - 1
@@ -53,9 +46,7 @@ def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, se
     return images_BCHW
 
 
-def _moved(
-    images_BCHW: Tensor, draws_BN: np.ndarray, signed_BN: np.ndarray, config: ImagesConfig
-) -> Tensor:
+def _moved(images_BCHW: Tensor, draws_BN: np.ndarray, signed_BN: np.ndarray, config: ImagesConfig) -> Tensor:
     """Images after a random affine transform and flip, with zeros outside the original."""
     angle = signed_BN[:, 0] * config.rotate * _DEGREE
     scale = (1 - config.zoom) ** signed_BN[:, 1]
@@ -70,31 +61,24 @@ def _moved(
     places_B23[:, 0, :2] *= narrower_B[:, None]
     places_B23[:, 1, :2] /= narrower_B[:, None]
     places_B23[:, :, 2] = 2 * config.shift * signed_BN[:, 4:6]
-    grid = F.affine_grid(
-        torch.from_numpy(places_B23).to(images_BCHW), list(images_BCHW.shape), align_corners=False
-    )
+    grid = F.affine_grid(torch.from_numpy(places_B23).to(images_BCHW), list(images_BCHW.shape), align_corners=False)
     return F.grid_sample(images_BCHW, grid, padding_mode="zeros", align_corners=False)
 
 
 def _recoloured(images_BCHW: Tensor, factors_B2: np.ndarray) -> Tensor:
-    bright_B1, contrast_B1 = (
-        torch.from_numpy(factors_B2).to(images_BCHW)[:, :, None, None, None].unbind(1)
-    )
+    bright_B1, contrast_B1 = torch.from_numpy(factors_B2).to(images_BCHW)[:, :, None, None, None].unbind(1)
     images_BCHW = images_BCHW * bright_B1
     mean_B1 = images_BCHW.mean((1, 2, 3), keepdim=True)
     return (mean_B1 + (images_BCHW - mean_B1) * contrast_B1).clamp(0, 1)
 
 
-def _erased(
-    images_BCHW: Tensor, samples: list[int], draws_BN: np.ndarray, share: float, *, seed: int
-) -> Tensor:
-    """Images with a rectangle of 2 to 33 % of the area replaced by uniform noise (random erasing, Zhong et al. 2020)."""
+def _erased(images_BCHW: Tensor, samples: list[int], draws_BN: np.ndarray, share: float, *, seed: int) -> Tensor:
+    """Images with a rectangle of 2 to 33 % of the area replaced by uniform noise (random erasing, Zhong et al.
+    2020)."""
     images_BCHW = images_BCHW.clone()
     C, H, W = images_BCHW.shape[1:]
     low, high = _ERASED_AREA
-    for image, sample, (first, second, top, left) in zip(
-        images_BCHW, samples, draws_BN, strict=True
-    ):
+    for image, sample, (first, second, top, left) in zip(images_BCHW, samples, draws_BN, strict=True):
         if first >= share:
             continue
         side = (low + (high - low) * second) ** 0.5
@@ -108,8 +92,8 @@ def _erased(
 def mix_of(sample: int, config: ImagesConfig, *, seed: int) -> Mix | None:
     """Mixup or cutmix of a sample; None: it is not mixed.
 
-    Mixup (Zhang et al. 2018) adds two images. Cutmix (Yun et al. 2019) pastes a rectangle of one into the other. The classes
-    have the same weights as the images.
+    Mixup (Zhang et al. 2018) adds two images. Cutmix (Yun et al. 2019) pastes a rectangle of one into the other. The
+    classes have the same weights as the images.
     """
     if not config.mixup and not config.cutmix:
         return None
@@ -134,10 +118,9 @@ def _beta(draws: Draws, alpha: float) -> float:
             return float(x / (x + y))
 
 
-def mixed(
-    images_BCHW: Tensor, partners_BCHW: Tensor, mixes: list[Mix | None]
-) -> tuple[Tensor, Tensor]:
-    """Mixed images, and the (B,) FP32 weight of each sample's own class; for cutmix its exact fraction of the pixels."""
+def mixed(images_BCHW: Tensor, partners_BCHW: Tensor, mixes: list[Mix | None]) -> tuple[Tensor, Tensor]:
+    """Mixed images, and the (B,) FP32 weight of each sample's own class; for cutmix its exact fraction of the
+    pixels."""
     images_BCHW = images_BCHW.clone()
     H, W = images_BCHW.shape[2:]
     weights = []
@@ -146,9 +129,7 @@ def mixed(
         if mix is not None and mix.box is None:
             image.lerp_(partner, 1 - mix.weight)
         elif mix is not None and mix.box is not None:
-            top, left, bottom, right = (
-                round(edge * side) for edge, side in zip(mix.box, (H, W, H, W), strict=True)
-            )
+            top, left, bottom, right = (round(edge * side) for edge, side in zip(mix.box, (H, W, H, W), strict=True))
             image[:, top:bottom, left:right] = partner[:, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (H * W)
         weights.append(weight)

@@ -31,11 +31,7 @@ class SwinBuilder(ModelBuilder):
 
     @torch.no_grad()
     def inherited(self, model: nn.Module, begin: RunConfig, data: Any) -> Mapping[str, Tensor]:
-        """All tensors, but without the head if the classes differ in number or names; the head then starts at zero.
-
-        Raises:
-            CheckpointError: the list of the other run's classes is damaged.
-        """
+        """All tensors, but without the head if the classes differ in number or names; the head then starts at zero."""
         assert isinstance(model, Swin) and isinstance(begin, SwinRunConfig)
         assert isinstance(data, ImageData)
         tensors = model.state_dict()

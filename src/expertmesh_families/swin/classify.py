@@ -16,36 +16,19 @@ from expertmesh_families.swin.images import model_input
 
 @dataclass(frozen=True)
 class Classified:
-    """Class probabilities and expert choices for an image.
+    """Class probabilities and expert choices for an image."""
 
-    Attributes:
-        name: name of the image.
-        classes: names of all classes.
-        probabilities: probability of each class.
-        pixels_CHW: (C, H, W) input of the model, FP32 from -1 to 1, on the CPU.
-        experts: (H, W) int64 first-choice expert of every patch, by name of the MoE block; num_experts stands for no expert.
-        num_experts: number of experts, by name of the MoE block.
-    """
-
-    name: str
-    classes: tuple[str, ...]
+    name: str  # name of the image
+    classes: tuple[str, ...]  # names of all classes
     probabilities: tuple[float, ...]
-    pixels_CHW: Tensor
+    pixels_CHW: Tensor  # (C, H, W) input of the model, FP32 from -1 to 1, on the CPU
+    # (H, W) int64 first-choice expert of every patch, by name of the MoE block; num_experts stands for no expert
     experts: dict[str, Tensor]
-    num_experts: Mapping[str, int]
+    num_experts: Mapping[str, int]  # number of experts, by name of the MoE block
 
 
 def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -> list[Tensor]:
-    """Image files as inputs of a model, (C, H, W) FP32 each.
-
-    Args:
-        names: image files, or FILE@N for the N-th image of an IDX file.
-        size: channels, height and width.
-        fit: see `ImagesConfig`.
-
-    Raises:
-        ConfigError: images cannot be read or do not fit; the message names the first few.
-    """
+    """Image files as inputs of a model, (C, H, W) FP32 each."""
     found, problems = [], []
     for name in Progress("read", total=len(names), unit="images").over(names):
         try:
@@ -63,22 +46,14 @@ def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -
 
 @torch.no_grad()
 def classify(
-    model: Classifier,
-    images: Sequence[Tensor],
-    names: Sequence[str],
+    model: Classifier,  # classifier from `ModelBuilder.classifier`, in evaluation mode
+    images: Sequence[Tensor],  # (C, H, W) each, as `read_images` returns them
+    names: Sequence[str],  # names of the images
     *,
-    classes: Sequence[str],
-    batch_size: int,
+    classes: Sequence[str],  # names of the classes; further outputs of the head are ignored
+    batch_size: int,  # images per forward pass
 ) -> list[Classified]:
-    """Classify images.
-
-    Args:
-        model: classifier from `ModelBuilder.classifier`, in evaluation mode.
-        images: (C, H, W) each, as `read_images` returns them.
-        names: names of the images.
-        classes: names of the classes; further outputs of the head are ignored.
-        batch_size: images per forward pass.
-    """
+    """Classify images."""
     found: list[Classified] = []
     told = Progress("classified", total=len(images), unit="images")
     for start in range(0, len(images), batch_size):

@@ -37,20 +37,17 @@ class ClassifyVerb(OnDevice):
     image: Annotated[tuple[str, ...], Spelling("IMAGE", is_word=True, is_read=True)] = ()
     """image files; FILE@N is the N-th image of an IDX file, from 0"""
     fit: Annotated[Fit | None, Spelling(stands_for=("data.fit",))] = None
-    """fitting of images of another size: pad with zeros, resize the central square, or exact, an error (default: as in training)"""
+    """fitting of images of another size: pad with zeros, resize the central square, or exact, an error (default: as in
+    training)"""
     top: Positive | None = None
     """number of classes to show (default: 3)"""
     picture: NewFile | None = None
     """PNG file to write: the experts chosen for each patch"""
     score: bool = False
     """print the accuracy on the run's validation images instead"""
-    capacity: Annotated[float | None, Spelling(stands_for=("model.moe.eval_capacity_factor",))] = (
-        None
-    )
+    capacity: Annotated[float | None, Spelling(stands_for=("model.moe.eval_capacity_factor",))] = None
     """capacity factor of the experts (default: none, no limit)"""
-    drop_policy: Annotated[DropPolicy | None, Spelling(stands_for=("model.moe.drop_policy",))] = (
-        None
-    )
+    drop_policy: Annotated[DropPolicy | None, Spelling(stands_for=("model.moe.drop_policy",))] = None
     """tokens that an expert keeps over capacity (default: as in training)"""
     batch_size: Positive = 64
     """batch size in images"""
@@ -59,9 +56,7 @@ class ClassifyVerb(OnDevice):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.image) == self.score:
-            raise ConfigError(
-                "no image, or images and --score; give one of the two, for example a.png"
-            )
+            raise ConfigError("no image, or images and --score; give one of the two, for example a.png")
         without, fix = not self.score, "leave it out"
         self.require(
             without or self.picture is None,
@@ -69,9 +64,7 @@ class ClassifyVerb(OnDevice):
             "shows images, and --score has none",
             "name some",
         )
-        self.require(
-            self.score or self.data.path is None, "data.path", "has no effect without --score", fix
-        )
+        self.require(self.score or self.data.path is None, "data.path", "has no effect without --score", fix)
         for name in ("top", "fit"):
             is_idle = self.score and getattr(self, name) is not None
             self.require(not is_idle, name, "has no effect with --score", fix)
@@ -79,15 +72,7 @@ class ClassifyVerb(OnDevice):
 
 
 def run(argv: list[str]) -> int:
-    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0.
-
-    Args:
-        argv: words after `classify`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or an image cannot be read.
-        CheckpointError: the run has no usable checkpoint.
-    """
+    """Print the likeliest classes of each image, or the accuracy on the validation images; returns 0."""
     options = parsed(ClassifyVerb, argv)
     picture = None if options.picture is None else expanded(options.picture)
     if picture is not None:
@@ -125,15 +110,11 @@ def _open(options: ClassifyVerb) -> Any:
     changes: dict[str, Any] = {"model.moe.eval_capacity_factor": options.capacity}
     if options.drop_policy is not None:
         if options.capacity is None:
-            raise ConfigError(
-                f"--drop-policy {options.drop_policy}: nothing is dropped without --capacity; add it"
-            )
+            raise ConfigError(f"--drop-policy {options.drop_policy}: nothing is dropped without --capacity; add it")
         changes["model.moe.drop_policy"] = options.drop_policy
     if not found.config.model.moe.num_experts:
         if options.capacity is not None:
-            raise ConfigError(
-                f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out"
-            )
+            raise ConfigError(f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out")
         return found
     return replace(found, config=found.config.updated(changes))
 
@@ -155,9 +136,7 @@ def _classify(found: Any, options: ClassifyVerb) -> "list[Classified]":
     say_precision(precision)
     num_rows = _ROWS * min(len(images), options.batch_size)
     with threads_of_calls(model, precision, num_rows=num_rows), precision.autocast():
-        return classify(
-            classifier, images, options.image, classes=classes, batch_size=options.batch_size
-        )
+        return classify(classifier, images, options.image, classes=classes, batch_size=options.batch_size)
 
 
 def _score(found: Any, options: ClassifyVerb) -> str:

@@ -173,10 +173,6 @@ _OF_EXPERTS = (
 
 def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfig":
     """The configuration with all options that the weights of the run in train.init_from fix; images, windows and classes stay.
-
-    Args:
-        config: configuration of the run.
-        other: configuration of the run in train.init_from.
     """
     model = config.model.model_dump() | {name: getattr(other.model, name) for name in _OF_WEIGHTS}
     if not other.model.moe.num_experts:

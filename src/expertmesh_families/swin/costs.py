@@ -33,7 +33,8 @@ def count_multiply_adds(config: SwinConfig) -> int:
 
 
 def _multiply_adds_beside(config: SwinConfig, dim: int, hidden: int) -> int:
-    """Multiply-adds per token of a MoE block outside its routed experts: shared experts and gate, residual MLP and coefficient."""
+    """Multiply-adds per token of a MoE block outside its routed experts: shared experts and gate, residual MLP and
+    coefficient."""
     moe = config.moe
     width = 2 * (moe.shared_hidden_dim or moe.num_shared_experts * hidden) + moe.shared_gate
     return dim * (width + (2 * hidden + 2 if moe.residual else 0))
@@ -50,17 +51,8 @@ def _activation_elements(config: SwinConfig) -> int:
     return total
 
 
-def swin_costs(
-    config: SwinRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
-) -> RunCosts:
-    """The costs of training a Swin Transformer.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False) -> RunCosts:
+    """The costs of training a Swin Transformer."""
     model, train, spec = config.model, config.train, swin_spec(config.model)
     sizes = SampleSizes(spec, _activation_elements(model))
     return RunCosts(

@@ -19,14 +19,11 @@ _TINT = 0.6
 
 
 def save_picture(results: Sequence[Classified], path: str | Path) -> None:
-    """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every patch.
+    """Write a picture with a row per image: the image, then for each MoE block the image tinted by the expert of every
+    patch.
 
     Args:
-        results: results of `expertmesh_families.swin.classify.classify`.
         path: file of the picture; its ending selects the format.
-
-    Raises:
-        ConfigError: Pillow is not installed or does not know the format, or the model has no experts.
     """
     check_pillow(path)
     from PIL import Image, ImageDraw
@@ -64,28 +61,19 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
 
 
 def check_pillow(path: str | Path) -> None:
-    """Check that a picture can be written in the format of its ending.
-
-    Raises:
-        ConfigError: Pillow is not installed, or does not know the format.
-    """
+    """Check that a picture can be written in the format of its ending."""
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError(f"--picture {path}: needs Pillow; install it with: pip install pillow")
     from PIL import Image
 
     if Path(path).suffix.lower() not in Image.registered_extensions():
-        raise ConfigError(
-            f"--picture {path}: its ending is that of no picture; use a name that ends in .png"
-        )
+        raise ConfigError(f"--picture {path}: its ending is that of no picture; use a name that ends in .png")
 
 
 def expert_colours(num_experts: int) -> Tensor:
     """Distinct colours of experts, (E, 3) FP32 in [0, 1]."""
     return torch.tensor(
-        [
-            colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65)
-            for e in range(num_experts)
-        ]
+        [colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65) for e in range(num_experts)]
     )
 
 

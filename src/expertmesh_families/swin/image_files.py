@@ -37,15 +37,7 @@ class ImageError(ConfigError):
 
 
 def refuse_images(problems: Sequence[str], total: int) -> None:
-    """Raise one ConfigError for all images that cannot be used.
-
-    Args:
-        problems: messages of their `ImageError`s.
-        total: number of all images.
-
-    Raises:
-        ConfigError: there are problems; the message contains the first few.
-    """
+    """Raise one ConfigError for all images that cannot be used."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -58,19 +50,12 @@ def refuse_images(problems: Sequence[str], total: int) -> None:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images, read on demand.
+    """Labelled images, read on demand."""
 
-    Attributes:
-        labels_N: (N,) int64 classes.
-        read: returns the i-th image, uint8, (H, W) or (H, W, 3).
-        name: returns the name of the i-th image for messages.
-        digest: digest of names and sizes of the files, or of their contents.
-    """
-
-    labels_N: np.ndarray
-    read: Callable[[int], np.ndarray]
-    name: Callable[[int], str]
-    digest: str
+    labels_N: np.ndarray  # (N,) int64 classes
+    read: Callable[[int], np.ndarray]  # returns the i-th image, uint8, (H, W) or (H, W, 3)
+    name: Callable[[int], str]  # returns the name of the i-th image for messages
+    digest: str  # digest of names and sizes of the files, or of their contents
 
     def take(self, which: np.ndarray) -> "Images":
         """The images at the given indices, in this order."""
@@ -85,31 +70,20 @@ class Images:
 
 @dataclass(frozen=True)
 class LabelledFolder:
-    """Classes and images of one folder.
+    """Classes and images of one folder."""
 
-    Attributes:
-        classes: names of the classes.
-        training: training images.
-        validation: validation images.
-    """
-
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the classes
     training: Images
     validation: Images
 
 
-def read_folder(
-    folder: str | Path, *, num_train: int | None, validation_fraction: float
-) -> LabelledFolder:
+def read_folder(folder: str | Path, *, num_train: int | None, validation_fraction: float) -> LabelledFolder:
     """Find the images of a folder; IDX files are read at once, other images on demand.
 
     Args:
         folder: folder with IDX files, or with a folder per class, perhaps below train/ and val/.
         num_train: number of training images, the first ones, for IDX files without a split; None: by the fraction.
         validation_fraction: share of the images for validation if there is no split.
-
-    Raises:
-        ConfigError: the folder has no such files, or they are damaged.
     """
     path = expanded(folder)
     if not path.is_dir():
@@ -148,9 +122,7 @@ def read_folder(
 
 def _note_left_out(path: Path, left_out: LeftOut) -> None:
     if left_out.total:
-        note(
-            f"{named('data.path', path)}: left out: {left_out}; images are read from {', '.join(ENDINGS)}"
-        )
+        note(f"{named('data.path', path)}: left out: {left_out}; images are read from {', '.join(ENDINGS)}")
 
 
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
@@ -170,9 +142,7 @@ def _below(path: Path, names: Sequence[str]) -> Path | None:
     return next((p for p in found if any(inside.is_dir() for inside in p.iterdir())), None)
 
 
-def _idx_folder(
-    path: Path, found: dict[str | None, Path], num_train: int | None, fraction: float
-) -> LabelledFolder:
+def _idx_folder(path: Path, found: dict[str | None, Path], num_train: int | None, fraction: float) -> LabelledFolder:
     names = None
     if (path / _CLASSES).is_file():
         try:
@@ -250,14 +220,10 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
         raise ConfigError(f"{path}: is damaged ({error}); fetch it again") from None
     start = 4 + 4 * dimensions
     if len(raw) < start or raw[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
-        raise ConfigError(
-            f"{path}: is no IDX file of bytes in {dimensions} dimensions; check how it was written"
-        )
+        raise ConfigError(f"{path}: is no IDX file of bytes in {dimensions} dimensions; check how it was written")
     shape = struct.unpack(f">{dimensions}I", raw[4:start])
     if len(raw) - start != (size := int(np.prod(shape))) or not size:
-        raise ConfigError(
-            f"{path}: has {len(raw) - start:,} values and promises {size:,}; fetch it again"
-        )
+        raise ConfigError(f"{path}: has {len(raw) - start:,} values and promises {size:,}; fetch it again")
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
@@ -267,12 +233,8 @@ def _class_folders(
     """Classes and images of class folders, sorted by class, then by name; hidden files are skipped.
 
     Args:
-        path: folder with a folder per class.
         left_out: receives the files that are no images.
         classes: known classes, some of which may have no folder here; None: the names of the folders.
-
-    Raises:
-        ConfigError: there is no class, an empty class, or (with `classes`) an unknown class.
     """
     found = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != "."))
     if not found:
@@ -293,9 +255,7 @@ def _class_folders(
     for label, name in enumerate(classes):
         inside = _images_below(path / name, left_out)
         if not inside and name in found:
-            raise ConfigError(
-                f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder"
-            )
+            raise ConfigError(f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder")
         files += inside
         labels += [label] * len(inside)
         for file in inside:
@@ -318,9 +278,7 @@ def _images_below(folder: Path, left_out: LeftOut) -> list[Path]:
         if path.suffix.lower() in ENDINGS:
             images.append(path)
         elif path.is_file():
-            reason = (
-                f"files end in {path.suffix.lower()}" if path.suffix else "files have no ending"
-            )
+            reason = f"files end in {path.suffix.lower()}" if path.suffix else "files have no ending"
             left_out.add(reason, path.relative_to(folder.parent).as_posix())
     return images
 
@@ -345,11 +303,7 @@ def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction
 
 
 def read_image_or_idx(name: str) -> np.ndarray:
-    """Pixels of an image file, or for FILE@N of the N-th image of an IDX file; see `read_image`.
-
-    Raises:
-        ImageError: the image cannot be read, or the file has no such image.
-    """
+    """Pixels of an image file, or for FILE@N of the N-th image of an IDX file; see `read_image`."""
     path, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
         return read_image(name)
@@ -358,9 +312,7 @@ def read_image_or_idx(name: str) -> np.ndarray:
         raise ImageError(f"{path}: is not there; check the path")
     images = _read_idx(file, 3)
     if int(number) >= len(images):
-        raise ImageError(
-            f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number"
-        )
+        raise ImageError(f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number")
     found: np.ndarray = images[int(number)]
     return found
 
@@ -369,17 +321,11 @@ def read_image(path: str | Path) -> np.ndarray:
     """Pixels of an image file as uint8, (H, W) if it is grey, else (H, W, 3).
 
     Transparent pixels become black, and the Exif orientation is applied.
-
-    Raises:
-        ImageError: the file is not a readable image.
-        ConfigError: Pillow is not installed.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise ConfigError(
-            f"{path}: reading image files needs Pillow; install it with: pip install pillow"
-        ) from None
+        raise ConfigError(f"{path}: reading image files needs Pillow; install it with: pip install pillow") from None
     file = expanded(path)
     if not file.exists():
         raise ImageError(f"{path}: is not there; check the path")
@@ -394,14 +340,10 @@ def read_image(path: str | Path) -> np.ndarray:
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ImageError(
-            f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
-        ) from None
+        raise ImageError(f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
         words = str(error).replace(str(file), "it")
-        raise ImageError(
-            f"{path}: is no image that can be read ({words}); replace or remove it"
-        ) from None
+        raise ImageError(f"{path}: is no image that can be read ({words}); replace or remove it") from None
 
 
 def _pixels(image: Any, path: str | Path) -> np.ndarray:
@@ -411,9 +353,7 @@ def _pixels(image: Any, path: str | Path) -> np.ndarray:
     if image.mode in ("1", "L"):
         return np.array(image.convert("L"))
     if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
-        raise ImageError(
-            f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
-        )
+        raise ImageError(f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel")
     if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):
         layer = image.convert("RGBA")
         below = Image.new("RGBA", layer.size, (0, 0, 0, 255))

@@ -31,46 +31,31 @@ _FORMAT_VERSION = 1
 _LARGEST_IN_MEMORY = 1 << 30
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Images (B, C, H, W) FP32 from -1 to 1, their classes (B,), classes of their mixing partners (B,), weights of their own classes (B,)."""
+"""Images (B, C, H, W) FP32 from -1 to 1, their classes (B,), classes of their mixing partners (B,), weights of their
+own classes (B,)."""
 
 
 class ImageData:
-    """Images of one or several folders; the classes of each folder are numbered after the previous folder's.
-
-    Args:
-        config: folders and augmentation.
-        image_size: height and width of the model's input.
-        num_channels: 1 or 3.
-        num_classes: classes of the model's head.
-        seed: seed of order and augmentation.
-
-    Raises:
-        ConfigError: a folder, an image or a label is invalid, or there are more classes than the head has.
-
-    Attributes:
-        classes: names of the classes.
-        folder_of_class: name of each class's folder, numbered if an earlier folder has the same name.
-        num_validation: number of validation samples.
-    """
+    """Images of one or several folders; the classes of each folder are numbered after the previous folder's."""
 
     def __init__(
         self,
-        config: ImagesConfig,
+        config: ImagesConfig,  # folders and augmentation
         *,
-        image_size: int,
-        num_channels: int,
-        num_classes: int,
-        seed: int,
+        image_size: int,  # height and width of the model's input
+        num_channels: int,  # 1 or 3
+        num_classes: int,  # classes of the model's head
+        seed: int,  # seed of order and augmentation
     ) -> None:
         self._config, self._seed = config, seed
         folders = _read_folders(config)
         # distinct names for folders of the same name in different places
         placed = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
+        # names of the classes
         self.classes = tuple(
-            name if len(placed) == 1 else f"{place}/{name}"
-            for place, folder in placed
-            for name in folder.classes
+            name if len(placed) == 1 else f"{place}/{name}" for place, folder in placed for name in folder.classes
         )
+        # name of each class's folder, numbered if an earlier folder has the same name
         self.folder_of_class = tuple(place for place, folder in placed for _ in folder.classes)
         if len(self.classes) < 2:
             raise ConfigError(
@@ -88,8 +73,7 @@ class ImageData:
             )
         size = (num_channels, image_size, image_size)
         self._sides = tuple(
-            _Side(folders, is_training=is_training, size=size, fit=config.fit)
-            for is_training in (True, False)
+            _Side(folders, is_training=is_training, size=size, fit=config.fit) for is_training in (True, False)
         )
         problems = [problem for side in self._sides for problem in side.load()]
         refuse_images(problems, sum(map(len, self._sides)))
@@ -97,7 +81,7 @@ class ImageData:
         parts = [_FORMAT_VERSION, dependent, size, self.classes, [s.digest for s in self._sides]]
         self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         training, validation = self._sides
-        self.num_validation = len(validation)
+        self.num_validation = len(validation)  # number of validation samples
         self.description = (
             f"{len(training):,} training and {len(validation):,} validation images of {len(self.classes)} classes in "
             f"{', '.join(config.path)}"
@@ -121,8 +105,7 @@ class ImageData:
         if not any(mixes):
             return _normal(images), labels_B, labels_B, torch.ones(num_samples)
         others = [
-            place if mix is None else int(mix.partner * len(side))
-            for place, mix in zip(which, mixes, strict=True)
+            place if mix is None else int(mix.partner * len(side)) for place, mix in zip(which, mixes, strict=True)
         ]
         partners, partner_labels_B = side.take(others)
         partners = changed(partners, [-1 - sample for sample in samples], config, seed=seed)
@@ -137,7 +120,8 @@ class ImageData:
             yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
 
     def neighbours(self, count: int, *, most_distances: int) -> Tensor | None:
-        """Mask (images,) bool of the validation images that k nearest neighbours by Euclidean distance of pixels classify correctly.
+        """Mask (images,) bool of the validation images that k nearest neighbours by Euclidean distance of pixels
+        classify correctly.
 
         Args:
             count: number k of training images that vote; ties go to the lowest class.
@@ -184,11 +168,7 @@ class _Side:
         return int(self._starts[-1])
 
     def load(self) -> list[str]:
-        """Read all images if they fit into memory; return messages for unreadable ones.
-
-        Raises:
-            ConfigError: an image does not fit the model, which an option can change for all.
-        """
+        """Read all images if they fit into memory; return messages for unreadable ones."""
         if len(self) * int(np.prod(self._size)) > _LARGEST_IN_MEMORY:
             return []
         pixels, problems = [], []
@@ -223,7 +203,8 @@ class _Side:
 def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
     if not config.path:
         raise ConfigError(
-            f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX files as "
+            f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX "
+            "files as "
             "MNIST's (images-idx3-ubyte, labels-idx1-ubyte)"
         )
     counts: list[int | None] = [*config.train_images] or [None]
@@ -239,18 +220,12 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
     Args:
         pixels: uint8, (H, W) or (H, W, 3).
-        size: channels, height and width.
         fit: see `ImagesConfig`; "resize" scales the centre square, bicubic with antialiasing.
 
     Returns:
         uint8 image of that size.
-
-    Raises:
-        ConfigError: the image does not fit.
     """
-    image_CHW = torch.from_numpy(
-        np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy()
-    )
+    image_CHW = torch.from_numpy(np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy())
     channels, side, _ = size
     if channels == 3:
         image_CHW = image_CHW.expand(3, -1, -1)
@@ -277,11 +252,7 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
 
 
 def class_names(path: Path) -> tuple[str, ...]:
-    """Names of a run's classes, read from its `CLASSES_FILE`.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Names of a run's classes, read from its `CLASSES_FILE`."""
     try:
         names = parse_json(path.read_bytes())
         if not names or not all(isinstance(name, str) for name in names):

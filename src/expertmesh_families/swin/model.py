@@ -1,7 +1,7 @@
 """A Swin Transformer with mixture-of-experts blocks: forward pass and initial weights.
 
-There are two variants: Swin V2 (Liu et al. 2022, arXiv 2111.09883), and the models released as SwinV2-MoE (Hwang et al. 2023,
-arXiv 2206.03382), which share only the log-spaced position bias with Swin V2.
+There are two variants: Swin V2 (Liu et al. 2022, arXiv 2111.09883), and the models released as SwinV2-MoE (Hwang et al.
+2023, arXiv 2206.03382), which share only the log-spaced position bias with Swin V2.
 """
 
 import math
@@ -54,17 +54,12 @@ _POSITION_BIAS = 16.0
 
 @dataclass(frozen=True)
 class SwinOutput:
-    """Logits, feature maps and routing statistics of one forward pass; a pytree.
+    """Logits, feature maps and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logits_BC: (B, C) class logits, in the compute dtype.
-        maps: (B, H, W, D) map of each stage, before patch merging; D doubles and H, W halve from stage to stage.
-        stats: one RoutingStats per MoE block, in block order; empty for a dense model.
-    """
-
-    logits_BC: Tensor
+    logits_BC: Tensor  # (B, C) class logits, in the compute dtype
+    # (B, H, W, D) map of each stage, before patch merging; D doubles and H, W halve from stage to stage
     maps: tuple[Tensor, ...]
-    stats: tuple[RoutingStats, ...]
+    stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE block, in block order; empty for a dense model
 
     @property
     def features(self) -> tuple[Tensor, ...]:
@@ -72,23 +67,18 @@ class SwinOutput:
         return tuple(x_BHWD.permute(0, 3, 1, 2) for x_BHWD in self.maps)
 
 
-torch.utils._pytree.register_dataclass(
-    SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[]
-)
+torch.utils._pytree.register_dataclass(SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[])
 
 
 class WindowAttention(ConstantBuffers):
     """Attention inside windows, with a bias that a small MLP computes from log-spaced offsets.
 
-    V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2 and 3.3).
-    Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
+    V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2
+    and 3.3). Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
 
     Args:
-        config: the model.
         stage: index of the stage, from 0.
         shift: the map is rolled by -shift before it is cut into windows; 0: not at all.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     coordinates_P2: Tensor
@@ -141,9 +131,7 @@ class WindowAttention(ConstantBuffers):
             bias_PH = _POSITION_BIAS * torch.sigmoid(bias_PH)
         bias_HP = bias_PH.to(accumulate_dtype(bias_PH.dtype)).T
         # index_select, because its gradient sums in a deterministic order
-        result: Tensor = bias_HP.index_select(1, self.index_NN.flatten()).unflatten(
-            1, self.index_NN.shape
-        )
+        result: Tensor = bias_HP.index_select(1, self.index_NN.flatten()).unflatten(1, self.index_NN.shape)
         return result
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
@@ -178,23 +166,17 @@ class SwinBlock(FeedForward):
     V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
 
     Args:
-        config: the model.
-        stage: index of the stage, from 0.
         block: index of the block in the stage, from 0; odd blocks shift their windows if the map has more than one.
-        index: index of the block in the model.
-        num_experts: experts of this block; 0: a dense MLP.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
         self,
-        config: SwinConfig,
+        config: SwinConfig,  # the model
         *,
-        stage: int,
+        stage: int,  # index of the stage, from 0
         block: int,
-        index: int,
-        num_experts: int,
+        index: int,  # index of the block in the model
+        num_experts: int,  # experts of this block; 0: a dense MLP
         **place: Any,
     ) -> None:
         super().__init__()
@@ -229,10 +211,7 @@ class SwinBlock(FeedForward):
             factors_2B: (2, B) factors of the attention and MLP branches for each image; None: 1.
         """
         of_attention, of_ffn = (None, None) if factors_2B is None else factors_2B
-        if self.is_v2:
-            y = self.attention_norm(self.attention(x_BHWD))
-        else:
-            y = self.attention(self.attention_norm(x_BHWD))
+        y = self.attention_norm(self.attention(x_BHWD)) if self.is_v2 else self.attention(self.attention_norm(x_BHWD))
         x_BHWD = x_BHWD + scaled(y, of_attention)
         y = x_BHWD if self.is_v2 else self.ffn_norm(x_BHWD)
         per_image = y.shape[1] * y.shape[2]
@@ -245,15 +224,7 @@ class SwinBlock(FeedForward):
 
 
 class PatchMerging(nn.Module):
-    """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x).
-
-    Args:
-        dim: D of the previous stage.
-        is_v2: whether the variant is V2.
-        eps: epsilon of the norm.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
+    """Patch merging of 2 x 2 neighbouring tokens into one of twice the width: V2 norm(W x), released W norm(x)."""
 
     def __init__(self, dim: int, *, is_v2: bool, eps: float, **place: Any) -> None:
         super().__init__()
@@ -273,13 +244,7 @@ class Swin(nn.Module):
     """A Swin Transformer that classifies images and returns the feature maps of all stages.
 
     Args:
-        config: the model.
         device: device of the parameters; "meta" allocates none (then `to_empty` and `init_weights`).
-        dtype: dtype of the parameters; None: torch's default.
-        seed: seed of the initial weights; None: a fresh one from torch's default generator.
-
-    Raises:
-        ConfigError: config is no SwinConfig, or dtype no floating-point type.
 
     Example:
         >>> import torch
@@ -294,11 +259,11 @@ class Swin(nn.Module):
     @names_large_sizes
     def __init__(
         self,
-        config: SwinConfig,
+        config: SwinConfig,  # the model
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int | None = None,
+        dtype: torch.dtype | None = None,  # dtype of the parameters; None: torch's default
+        seed: int | None = None,  # seed of the initial weights; None: a fresh one from torch's default generator
     ) -> None:
         check_model_arguments(config, SwinConfig, dtype)
         super().__init__()
@@ -315,11 +280,7 @@ class Swin(nn.Module):
             blocks = nn.ModuleList()
             for block in range(depth):
                 count = experts[stage][block]
-                blocks.append(
-                    SwinBlock(
-                        config, stage=stage, block=block, index=index, num_experts=count, **place
-                    )
-                )
+                blocks.append(SwinBlock(config, stage=stage, block=block, index=index, num_experts=count, **place))
                 index += 1
             self.stages.append(blocks)
             if stage + 1 < len(config.depths):
@@ -354,7 +315,8 @@ class Swin(nn.Module):
         return {name: layer.num_experts for name, layer in self.moe_blocks()}
 
     def scores(self, images_BCHW: Tensor) -> ImageScores:
-        """Class logits, and first-choice expert of every patch in each MoE block; see `expertmesh.models.classifier.Classifier`."""
+        """Class logits, and first-choice expert of every patch in each MoE block; see
+        `expertmesh.models.classifier.Classifier`."""
         output: SwinOutput = self(images_BCHW.to(self.head.weight.device))
         experts = {}
         for (name, _), stats in zip(self.moe_blocks(), output.stats, strict=True):
@@ -370,7 +332,8 @@ class Swin(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """Initialise every parameter: matrices N(0, init_std^2), norms 1 (0 after V2's branches), biases 0, scales ln 10.
+        """Initialise every parameter: matrices N(0, init_std^2), norms 1 (0 after V2's branches), biases 0, scales ln
+        10.
 
         The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
@@ -388,9 +351,6 @@ class Swin(nn.Module):
         Args:
             images_BCHW: (B, channels, image_size, image_size), normalised, any floating dtype.
             image_index_B: (B,) int64 global image indices that key noise and stochastic depth; None: 0, 1, 2, ...
-
-        Raises:
-            ConfigError: images or their indices have a wrong shape, dtype or device.
         """
         C, H, W = self.size
         check_tensor("images_BCHW", images_BCHW, _IMAGES, {"C": C, "H": H, "W": W})

@@ -1,4 +1,5 @@
-"""Recipes of Swin Transformers: for two CPU cores, and published shapes of Swin V2 (arXiv 2111.09883) and SwinV2-MoE (2206.03382)."""
+"""Recipes of Swin Transformers: for two CPU cores, and published shapes of Swin V2 (arXiv 2111.09883) and SwinV2-MoE
+(2206.03382)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ _BATCH_PRIORITISED: dict[str, Any] = {
 
 
 def _noisy(num_experts: int) -> dict[str, Any]:
-    """Batch-prioritised routing with the released models' noise, which also spreads tokens before the router has learned."""
+    """Batch-prioritised routing with the released models' noise, which also spreads tokens before the router has
+    learned."""
     return _BATCH_PRIORITISED | {"router_noise": "gaussian", "router_noise_std": 1 / num_experts}
 
 
@@ -119,33 +121,24 @@ def swin_union67() -> SwinRunConfig:
 class PublishedSwin:
     """Recipe of a published size.
 
-    Dense sizes are Swin V2's for ImageNet-1K at 256 x 256. MoE sizes are the released SwinV2-MoE models, trained on ImageNet-22K
-    at 192 x 192 with windows of 12: MoE in every second block of the last two stages, top-1, capacity 1.25, batch-prioritised.
-    Differences: affine transforms, colour changes and erasing replace RandAugment; no dropout inside experts.
-
-    Attributes:
-        name: name of the recipe.
-        dim: width of the first stage.
-        third: blocks of the third stage.
-        heads: attention heads of the first stage.
-        drop_path: stochastic depth rate of the last block.
-        num_experts: experts of each MoE block; none: dense.
+    Dense sizes are Swin V2's for ImageNet-1K at 256 x 256. MoE sizes are the released SwinV2-MoE models, trained on
+    ImageNet-22K at 192 x 192 with windows of 12: MoE in every second block of the last two stages, top-1, capacity
+    1.25, batch-prioritised. Differences: affine transforms, colour changes and erasing replace RandAugment; no dropout
+    inside experts.
     """
 
-    name: str
-    dim: int
-    third: int
-    heads: int
-    drop_path: float
-    num_experts: tuple[int, ...] = ()
+    name: str  # name of the recipe
+    dim: int  # width of the first stage
+    third: int  # blocks of the third stage
+    heads: int  # attention heads of the first stage
+    drop_path: float  # stochastic depth rate of the last block
+    num_experts: tuple[int, ...] = ()  # experts of each MoE block; none: dense
 
     @property
     def summary(self) -> str:
         """Description in the list of recipes, one line."""
         kind = f"SwinV2-MoE, {self.num_experts[0]} experts" if self.num_experts else "Swin V2"
-        return (
-            f"{kind}: stages of 2, 2, {self.third} and 2 blocks, {self.dim} to {8 * self.dim} wide."
-        )
+        return f"{kind}: stages of 2, 2, {self.third} and 2 blocks, {self.dim} to {8 * self.dim} wide."
 
     def __call__(self) -> SwinRunConfig:
         """The complete configuration."""
@@ -202,14 +195,8 @@ PUBLISHED = (
     PublishedSwin("swin-t", 96, 6, 3, 0.2),
     PublishedSwin("swin-s", 96, 18, 3, 0.3),
     PublishedSwin("swin-b", 128, 18, 4, 0.5),
-    *(
-        PublishedSwin(f"swin-s-moe{experts}", 96, 18, 3, 0.2, (experts,))
-        for experts in (8, 16, 32, 64, 128)
-    ),
-    *(
-        PublishedSwin(f"swin-b-moe{experts}", 128, 18, 4, 0.3, (experts,))
-        for experts in (8, 16, 32)
-    ),
+    *(PublishedSwin(f"swin-s-moe{experts}", 96, 18, 3, 0.2, (experts,)) for experts in (8, 16, 32, 64, 128)),
+    *(PublishedSwin(f"swin-b-moe{experts}", 128, 18, 4, 0.3, (experts,)) for experts in (8, 16, 32)),
 )
 
 RECIPES: dict[str, Callable[[], SwinRunConfig]] = {

@@ -18,11 +18,7 @@ _FIRST_SCALE = 10.0
 
 @lru_cache(maxsize=16)
 def swin_spec(config: SwinConfig) -> ModelSpec:
-    """Every parameter of a Swin Transformer, without building it; blocks are numbered through all stages.
-
-    Args:
-        config: the model.
-    """
+    """Every parameter of a Swin Transformer, without building it; blocks are numbered through all stages."""
     return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
 
 

@@ -10,7 +10,8 @@ _COORDINATE_RANGE = 8.0
 
 
 def into_windows(x_BHWD: Tensor, window: int) -> Tensor:
-    """Windows of a map, (B, H, W, D) -> (B * windows, N, D), N = window^2; windows of an image and tokens of a window row by row."""
+    """Windows of a map, (B, H, W, D) -> (B * windows, N, D), N = window^2; windows of an image and tokens of a window
+    row by row."""
     B, H, W, D = x_BHWD.shape
     x = x_BHWD.view(B, H // window, window, W // window, window, D)
     return x.transpose(2, 3).reshape(-1, window * window, D)
@@ -26,11 +27,10 @@ def from_windows(x_MND: Tensor, side: int, window: int) -> Tensor:
 def log_coordinates(window: int, learned_window: int) -> Tensor:
     """Log-spaced offsets of rows and columns, ((2 w - 1)^2, 2) FP64, from -(w - 1) to w - 1 (Liu et al. 2022, eq. 4).
 
-    sign(d) log2(1 + 8 |d| / (w' - 1)) / log2(8). Offsets are relative to the window with which the bias was learned, so that a
-    larger window extrapolates only a little.
+    sign(d) log2(1 + 8 |d| / (w' - 1)) / log2(8). Offsets are relative to the window with which the bias was learned, so
+    that a larger window extrapolates only a little.
 
     Args:
-        window: w, window of the model.
         learned_window: w', window of learning, whose largest offset is 8 before the logarithm.
     """
     offsets = torch.arange(1 - window, window, dtype=torch.float64, device="cpu")
@@ -48,9 +48,11 @@ def relative_index(window: int) -> Tensor:
 
 
 def region_mask(side: int, window: int, shift: int) -> Tensor:
-    """Additive attention mask of a map rolled by -shift, (windows, N, N) FP32: -100 between tokens of different regions.
+    """Additive attention mask of a map rolled by -shift, (windows, N, N) FP32: -100 between tokens of different
+    regions.
 
-    Rolling joins up to three regions along each axis in a window; tokens attend within their region (Liu et al. 2021, 3.2).
+    Rolling joins up to three regions along each axis in a window; tokens attend within their region (Liu et al. 2021,
+    3.2).
     """
     piece = torch.zeros(side, dtype=torch.int64, device="cpu")
     piece[side - window : side - shift], piece[side - shift :] = 1, 2

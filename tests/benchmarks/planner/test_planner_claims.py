@@ -47,8 +47,7 @@ def test_settings_that_are_named_make_the_claim():
 
 def test_one_hot_dispatch_grows_with_the_tokens():
     few, many = (
-        layer_ratio(tokens, gpus=16, dim=2048, hidden_dim=2048, per_gpu=2, top_k=2)
-        for tokens in (2048, 16384)
+        layer_ratio(tokens, gpus=16, dim=2048, hidden_dim=2048, per_gpu=2, top_k=2) for tokens in (2048, 16384)
     )
     assert 1 < few < many
     assert model_ratio(8, 12) < model_ratio(8, 24)

@@ -25,10 +25,7 @@ def test_the_table_is_large_and_whole():
         layout = point.layout
         assert layout.accumulation >= 1, point.name
         assert layout.tokens_per_step(point.work.seq_len) > 0
-        assert (
-            layout.dp_degree * layout.tp_degree * layout.cp_degree * layout.pp_degree
-            == layout.num_ranks
-        )
+        assert layout.dp_degree * layout.tp_degree * layout.cp_degree * layout.pp_degree == layout.num_ranks
         assert layout.stage_ranks % layout.route_degree == 0, point.name
         for block in point.sizes.blocks:
             assert block.num_experts % layout.route_degree == 0, point.name

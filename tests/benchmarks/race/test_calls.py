@@ -52,9 +52,7 @@ def test_engine(tmp_path):
 
 def test_kernels(tmp_path):
     stands_in = tmp_path / "compute-sanitizer"
-    stands_in.write_text(
-        '#!/bin/sh\n[ "$1 $3" = "--tool --error-exitcode" ] && shift 4 && exec "$@"\n'
-    )
+    stands_in.write_text('#!/bin/sh\n[ "$1 $3" = "--tool --error-exitcode" ] && shift 4 && exec "$@"\n')
     stands_in.chmod(stands_in.stat().st_mode | stat.S_IXUSR)
     out = tmp_path / "out"
     parts = run("kernels", out, "--sanitize", path=tmp_path)

@@ -1,4 +1,5 @@
-"""The race without a GPU: results are checked before they count, everyone has the same weights, times are taken in order."""
+"""The race without a GPU: results are checked before they count, everyone has the same weights, times are taken in
+order."""
 
 import time
 
@@ -34,9 +35,7 @@ def test_a_broken_property_is_a_row():
         raise AssertionError("y differs")
 
     broken_one = {"bits": broken}
-    (row,) = properties.properties(
-        lambda result: None, device="cpu", tiny=True, on_any_device=broken_one
-    )
+    (row,) = properties.properties(lambda result: None, device="cpu", tiny=True, on_any_device=broken_one)
     assert row == {"property": "bits", "holds": "NO", "what was seen": "y differs"}
 
 

@@ -22,8 +22,7 @@ run_call(parts, name="call", out=Path(sys.argv[2]), budget=Budget(float(sys.argv
 def call(parts, out, budget_s=3000.0):
     """Run a call in a process of its own, as `__main__` does, and give its record's parts."""
     listed = [
-        {"name": name, "run": f"tests.benchmarks.race.bad_parts:{function}", "limit_s": limit_s}
-        | more
+        {"name": name, "run": f"tests.benchmarks.race.bad_parts:{function}", "limit_s": limit_s} | more
         for name, function, limit_s, more in parts
     ]
     subprocess.run(
@@ -73,9 +72,7 @@ def test_the_call_goes_on(tmp_path):
 
 
 def test_no_part_outlasts_the_call(tmp_path):
-    parts = call(
-        [("first", "hangs", 600.0, {}), ("second", "fine", 600.0, {})], tmp_path, budget_s=6.0
-    )
+    parts = call([("first", "hangs", 600.0, {}), ("second", "fine", 600.0, {})], tmp_path, budget_s=6.0)
     assert parts["first"]["state"] == "killed"
     assert parts["first"]["seconds"] < 30
     assert parts["second"]["state"] == "left out"
@@ -83,9 +80,7 @@ def test_no_part_outlasts_the_call(tmp_path):
 
 def test_a_call_that_is_ended_ends_its_part(tmp_path):
     part = {"name": "hangs", "run": "tests.benchmarks.race.bad_parts:hangs", "limit_s": 600.0}
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, json.dumps([part]), str(tmp_path), "600"], cwd=ROOT
-    )
+    process = subprocess.Popen([sys.executable, "-c", RUN, json.dumps([part]), str(tmp_path), "600"], cwd=ROOT)
     kept = tmp_path / "call.part.json"
     end = time.monotonic() + PATIENCE_S
     while not kept.exists() and time.monotonic() < end:

@@ -64,7 +64,7 @@ def test_calls_make_one_report(tmp_path):
         [
             ("peers", {"layers qwen3-8k": outcome({"rows": [], "experts": [], "notes": ["outdated"]})}),
             ("peers", {"layers qwen3-8k": outcome(a_record()["layers"]["qwen3-8k"]), "skew": outcome(None, "killed")}),
-            ("kernels", {"kernels qwen3-8k": outcome({"check": "right", "kernels": [{"kernel": "up", "us": 9.0, "predicted us": 8.0}]})}),
+            ("kernels", {"kernels qwen3-8k": outcome({"check": "right", "kernels": [{"kernel": "up", "us": 9.0, "predicted us": 8.0}]})}),  # noqa: E501
         ]
     ):  # fmt: skip
         folder = tmp_path / str(number)

@@ -30,10 +30,7 @@ def test_runs_of_model_and_twin_are_recorded(tmp_path):
 @pytest.mark.parametrize("recipe", ["gpt-moe-1b", "gpt-moe-demo"])
 def test_the_dense_twin_costs_the_same(recipe):
     config = RECIPES[recipe]()
-    flops = [
-        forward_flops(c.model, seq_len=config.data.seq_len).total_flops
-        for c in (config, dense_twin(config))
-    ]
+    flops = [forward_flops(c.model, seq_len=config.data.seq_len).total_flops for c in (config, dense_twin(config))]
     assert flops[0] <= flops[1] <= 1.02 * flops[0]
 
 

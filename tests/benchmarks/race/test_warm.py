@@ -90,7 +90,8 @@ def test_candidates_are_compiled_and_none_is_run():
 
 
 def test_a_race_lets_liger_tune_quickly(monkeypatch, tmp_path):
-    """A candidate takes an eighth of a second otherwise, and the part that has 240 of them is killed before it times anything."""
+    """A candidate takes an eighth of a second otherwise, and the part that has 240 of them is killed before it times
+    anything."""
     tuner = object.__new__(Autotuner)
     tuner._do_bench = None
     kernels = {"_up": tuner, "BLOCK_M_TOKEN": 64}

@@ -1,4 +1,5 @@
-"""What every gate asks and asserts, and the lines of JSON that it prints for the runner: {"case", "error"}, null if it passed."""
+"""What every gate asks and asserts, and the lines of JSON that it prints for the runner: {"case", "error"}, null if it
+passed."""
 
 import asyncio
 import inspect
@@ -55,9 +56,7 @@ def is_weather(found):
 
 def is_round(tool, text):
     """Asserts that the model called the tool once, and answered with its result."""
-    assert tool.cities == ["Paris"], (
-        f"the tool was called with {tool.cities}; the answer is {text!r}"
-    )
+    assert tool.cities == ["Paris"], f"the tool was called with {tool.cities}; the answer is {text!r}"
     assert text == "It is 21 degrees in Paris.", f"the answer is {text!r}"
 
 

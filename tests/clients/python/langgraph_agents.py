@@ -33,11 +33,7 @@ def model(**options):
 
 
 def agent(tool, prompt=None, **options):
-    tools = [
-        StructuredTool.from_function(
-            tool.__call__, name="get_weather", description="Weather of a city."
-        )
-    ]
+    tools = [StructuredTool.from_function(tool.__call__, name="get_weather", description="Weather of a city.")]
     return create_agent(model(**options), tools=tools, system_prompt=prompt)
 
 

@@ -77,9 +77,7 @@ def rounds(**options):
 
 
 def responses_text():
-    found = litellm.responses(
-        model=f"openai/{MODEL}", input=HELLO, api_base=BASE_URL, api_key=KEY, temperature=0
-    )
+    found = litellm.responses(model=f"openai/{MODEL}", input=HELLO, api_base=BASE_URL, api_key=KEY, temperature=0)
     is_greeting(found.output[-1].content[0].text)
 
 

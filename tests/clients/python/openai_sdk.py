@@ -36,9 +36,7 @@ def said(text):
 
 
 def ask(text, **options):
-    return client.chat.completions.create(
-        model=MODEL, messages=said(text), temperature=0, **options
-    )
+    return client.chat.completions.create(model=MODEL, messages=said(text), temperature=0, **options)
 
 
 def text():
@@ -52,9 +50,7 @@ def stream():
 
 
 def structured():
-    found = client.chat.completions.parse(
-        model=MODEL, messages=said(AS_JSON), response_format=Weather, temperature=0
-    )
+    found = client.chat.completions.parse(model=MODEL, messages=said(AS_JSON), response_format=Weather, temperature=0)
     is_weather(found.choices[0].message.parsed)
 
 
@@ -67,9 +63,7 @@ def rounds(first):
     for call in message.tool_calls:
         result = tool(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    last = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=TOOLS, temperature=0
-    )
+    last = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, temperature=0)
     is_round(tool, last.choices[0].message.content)
 
 
@@ -84,9 +78,7 @@ def create(**options):
 
 
 def streamed(messages):
-    with client.chat.completions.stream(
-        model=MODEL, messages=messages, tools=TOOLS, temperature=0
-    ) as events:
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS, temperature=0) as events:
         choice = events.get_final_completion().choices[0]
     return choice.message, choice.finish_reason
 
@@ -124,9 +116,7 @@ def responses_round():
     for item in first.output:
         if item.type == "function_call":
             result = tool(**json.loads(item.arguments))
-            given.append(
-                {"type": "function_call_output", "call_id": item.call_id, "output": result}
-            )
+            given.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
     is_round(tool, respond(given, tools=FLAT_TOOLS).output_text)
 
 

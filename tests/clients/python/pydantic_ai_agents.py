@@ -34,9 +34,7 @@ async def text():
 
 async def stream():
     async with agent().run_stream(HELLO) as answer:
-        is_greeting_in_pieces(
-            [piece async for piece in answer.stream_text(delta=True, debounce_by=None)]
-        )
+        is_greeting_in_pieces([piece async for piece in answer.stream_text(delta=True, debounce_by=None)])
 
 
 async def structured():

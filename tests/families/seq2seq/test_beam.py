@@ -99,9 +99,7 @@ def test_one_beam_is_greedy_and_few_beams_are_alike_alone_and_together():
     toy = Toy(5)
     sources = [[1], [3], [2]]
     written = written_ids(toy, [[2]] * 3, sources=sources, max_tokens=LONGEST, ends=[END])
-    greedy = beam_search(
-        toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_tokens=LONGEST
-    )
+    greedy = beam_search(toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_tokens=LONGEST)
     for row, hypothesis in enumerate(greedy):
         assert hypothesis.ids == written[row]
     together = beam_search(toy, sources, start=[2], end_id=END, num_beams=2, max_tokens=7)

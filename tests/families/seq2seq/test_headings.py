@@ -1,4 +1,5 @@
-"""From a text in one language to its heading in another: a model that translates is trained further on a language without a tag."""
+"""From a text in one language to its heading in another: a model that translates is trained further on a language
+without a tag."""
 
 import shutil
 
@@ -90,18 +91,14 @@ def test_from_a_body_to_a_heading(place, capsys):
         assert (tuned.path / name).read_bytes() == (begin.path / name).read_bytes()
     shutil.copytree(place / "tuned", place / "further")
     (place / "run").rename(place / "away")
-    config = tuned.config.updated(
-        {"train.run_dir": str(place / "further"), "train.resume": "auto", "train.steps": 4}
-    )
+    config = tuned.config.updated({"train.run_dir": str(place / "further"), "train.resume": "auto", "train.steps": 4})
     assert train_quietly(config).resumed_from == 3
     config = load_run(place / "further").config
     assert train_quietly(config.updated({"train.steps": 5})).resumed_from == 4
     assert config.model == tuned.config.model
     (place / "away").rename(place / "run")
     other = {"data.encode_with": str(place / "nowhere.json")}
-    with pytest.raises(
-        ConfigError, match=r"encode_with=.*nowhere.*: train.init_from=.* leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"encode_with=.*nowhere.*: train.init_from=.* leave it out"):
         train_quietly(config_of(place, path, "other", **changes, **other))
     words = ["--input", f"{path}/val.en_body", "--reference", f"{path}/val.de"]
     assert main(["translate", "--run", str(place / "tuned"), "--to", "de", *words]) == 0

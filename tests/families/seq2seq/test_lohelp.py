@@ -15,7 +15,7 @@ PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
 <h1 id="hd_id1" dir="auto">{0} head of page {1} here</h1>
 <table><tr><td id="par_id9"><p id="par_id2">{0} press <span class="switchinline"><span hidden="true" class="MAC"><span
  class="key">Command</span></span><span hidden="true"><span>Ctrl</span></span></span>+F &amp; go to<br>page {1}.</p></td></tr></table>
-<p id="par_id3">short</p><p id="par_id4">the same words on every page</p></body></html>"""
+<p id="par_id3">short</p><p id="par_id4">the same words on every page</p></body></html>"""  # noqa: E501
 
 
 def archive_of(code, pages, packing):
@@ -39,9 +39,7 @@ def package_of(path, code, pages, *, packing="xz"):
         file.write(b"!<arch>\n")
         for name, data in parts:
             header = name.ljust(16) + b"0".ljust(12) + b"0".ljust(6) * 2 + b"644".ljust(8)
-            file.write(
-                header + str(len(data)).encode().ljust(10) + b"`\n" + data + b"\n" * (len(data) % 2)
-            )
+            file.write(header + str(len(data)).encode().ljust(10) + b"`\n" + data + b"\n" * (len(data) % 2))
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +77,7 @@ def test_packages_become_parallel_files(packages, tmp_path, capsys):
         assert len(english) == len(german) == len(brazilian)
         for a, b, c in zip(english, german, brazilian, strict=True):
             # the line that is the same in all languages counts as untranslated
-            assert b == (
-                "" if a == "the same words on every page" else a.replace("english", "deutsch")
-            )
+            assert b == ("" if a == "the same words on every page" else a.replace("english", "deutsch"))
             assert c == "", "what equals the English text is not translated"
         everything += english
     assert len(set(everything)) == len(everything) and "short" not in everything
@@ -101,9 +97,7 @@ def test_headings_and_what_is_below_them(packages, tmp_path, capsys):
     assert sum(map(len, splits.values())) == 60 and len(splits["train"]) > 40
     assert len(set().union(*splits.values())) == 60, "no heading comes twice"
     for split, headings in splits.items():
-        bodies, german, body = (
-            read_lines(output / f"{split}.{code}.gz") for code in ("en_body", "de", "de_body")
-        )
+        bodies, german, body = (read_lines(output / f"{split}.{code}.gz") for code in ("en_body", "de", "de_body"))
         assert len(headings) == len(bodies) == len(german)
         for i, heading in enumerate(headings):
             assert "head of page" in heading and heading not in bodies[i]

@@ -14,9 +14,7 @@ def test_lines_know_the_mark(tmp_path, codec):
     assert read_lines(tmp_path / "lines") == ["é", "à"]
 
 
-@pytest.mark.parametrize(
-    ("codec", "encoding"), [("utf-16", None), ("latin-1", "latin-1"), ("utf-16-be", "utf-16-be")]
-)
+@pytest.mark.parametrize(("codec", "encoding"), [("utf-16", None), ("latin-1", "latin-1"), ("utf-16-be", "utf-16-be")])
 def test_parallel_text(tmp_path, codec, encoding):
     """Its tokens are those of UTF-8; U+0A20, whose bytes are a line's end and a blank, stays."""
     letter = "\u0a20" if codec.startswith("utf") else "é"

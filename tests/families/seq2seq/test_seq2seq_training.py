@@ -54,9 +54,7 @@ def test_a_teacher_of_another_family_is_named(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"family": "seq2seq"}')
     taught = {"distill.teacher": str(tmp_path / "other"), "train.run_dir": str(tmp_path / "run")}
-    with pytest.raises(
-        ConfigError, match=r"distill.teacher=.*other: is of family seq2seq and .*gpt"
-    ):
+    with pytest.raises(ConfigError, match=r"distill.teacher=.*other: is of family seq2seq and .*gpt"):
         train_quietly(recipe("gpt-moe-test", taught))
 
 

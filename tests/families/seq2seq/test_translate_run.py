@@ -27,7 +27,7 @@ from expertmesh.training.expert_use import read_use
 from expertmesh_families.seq2seq.family import SEQ2SEQ
 from expertmesh_families.seq2seq.recipes import translate_test
 from expertmesh_families.seq2seq.task import Seq2SeqTask
-from expertmesh_families.seq2seq.translate import in_pieces, one_line, translate
+from expertmesh_families.seq2seq.translate import one_line, split_text, translate
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 
@@ -74,9 +74,7 @@ def straight(corpus):
     assert set(used[0]) == {"de-xx", "xx-de", "de", "xx"}
     for line, by_label in zip(read_use(folder / "experts.jsonl"), used, strict=True):
         for layer, counts in enumerate(line["counts"]):
-            assert counts == [
-                sum(n) for n in zip(*(of[layer] for of in by_label.values()), strict=True)
-            ]
+            assert counts == [sum(n) for n in zip(*(of[layer] for of in by_label.values()), strict=True)]
     return folder
 
 
@@ -85,9 +83,7 @@ def test_stopped_and_resumed_to_the_bit(corpus, straight, tmp_path):
 
 
 def mortal_main(corpus, folder):
-    family = Family(
-        SEQ2SEQ.name, task=mortal(Seq2SeqTask, step=12), config=SEQ2SEQ.config, items="tokens"
-    )
+    family = Family(SEQ2SEQ.name, task=mortal(Seq2SeqTask, step=12), config=SEQ2SEQ.config, items="tokens")
     train_quietly(run_of(corpus, folder), family=family)
 
 
@@ -120,9 +116,7 @@ def test_lines_of_standard_input(learned, capsys, typed):
 
 
 def test_it_translates(learned, corpus, capsys, tmp_path):
-    assert (
-        main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
-    )
+    assert main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
     assert capsys.readouterr().out == "DOG RED IS HERE!\n\nBIRD GREEN IS HERE!\n"
     data = corpus / "data"
     words = ["translate", "--run", learned, "--to", "xx", "--input", str(data / "val.de")]
@@ -200,14 +194,14 @@ def test_pieces_end_with_sentences_or_words_and_lose_nothing():
     def fits(text):
         return len(text) <= 12
 
-    assert in_pieces("No. It is so! He said.", fits) == ["No.", "It is so!", "He said."]
-    assert in_pieces("它是一只红色的狗。他说：“是。”再见。", fits) == [
+    assert split_text("No. It is so! He said.", fits) == ["No.", "It is so!", "He said."]
+    assert split_text("它是一只红色的狗。他说：“是。”再见。", fits) == [
         "它是一只红色的狗。",
         "他说：“是。”再见。",
     ]
-    assert in_pieces("about 3.5 of them", fits) == ["about 3.5", "of them"]
-    assert in_pieces("x" * 30, fits) == ["x" * 7, "x" * 8] * 2
-    assert in_pieces("ab", lambda text: False) == ["a", "b"], "what never fits is refused later"
+    assert split_text("about 3.5 of them", fits) == ["about 3.5", "of them"]
+    assert split_text("x" * 30, fits) == ["x" * 7, "x" * 8] * 2
+    assert split_text("ab", lambda text: False) == ["a", "b"], "what never fits is refused later"
 
 
 def test_a_translation_without_an_end_is_named(learned, caplog):

@@ -25,10 +25,7 @@ def translations():
     spread = copy.deepcopy(whole)
     spread_for_inference(spread, world_of())
     sources = [[5, 6, 7], [8, 9]]
-    return [
-        beam_search(model, sources, start=[1], end_id=2, num_beams=3, max_tokens=9)
-        for model in (whole, spread)
-    ]
+    return [beam_search(model, sources, start=[1], end_id=2, num_beams=3, max_tokens=9) for model in (whole, spread)]
 
 
 def test_translates_what_one_process_does(two_ranks):

@@ -41,9 +41,7 @@ def write(folder, *, languages=("de", "en", "fr"), lines=LINES, splits=("train",
     for split in splits:
         for code in languages:
             rows = [
-                ""
-                if code == "fr" and i % 3
-                else " ".join(f"{code}{i}.{j}" for j in range(1 + i % 7))
+                "" if code == "fr" and i % 3 else " ".join(f"{code}{i}.{j}" for j in range(1 + i % 7))
                 for i in range(lines)
             ]
             text = "".join(f"{row}\n" for row in rows).encode()
@@ -61,18 +59,14 @@ def corpus(tmp_path_factory):
 def data_of(corpus, *, seed=0, source_len=64, target_len=64, **options):
     path, cache = corpus
     config = ParallelTextConfig(path=(path,), cache_dir=cache, neighbours=8, **options)
-    return TranslationData(
-        config, vocab_size=330, max_source_len=source_len, max_target_len=target_len, seed=seed
-    )
+    return TranslationData(config, vocab_size=330, max_source_len=source_len, max_target_len=target_len, seed=seed)
 
 
 def rows(batch):
     sources, source_lengths, targets, target_lengths, tasks = batch
     return [
         (s[:n].tolist(), t[:m].tolist(), int(task))
-        for s, n, t, m, task in zip(
-            sources, source_lengths, targets, target_lengths, tasks, strict=True
-        )
+        for s, n, t, m, task in zip(sources, source_lengths, targets, target_lengths, tasks, strict=True)
     ]
 
 
@@ -113,8 +107,7 @@ def test_what_is_too_long_is_counted(corpus, caplog):
     assert not caplog.records
     part = data_of(corpus, target_len=20)
     before, after = (
-        [int(word.replace(",", "")) for word in data.description.split() if word[0].isdigit()]
-        for data in (whole, part)
+        [int(word.replace(",", "")) for word in data.description.split() if word[0].isdigit()] for data in (whole, part)
     )
     (record,) = caplog.records
     assert (
@@ -130,9 +123,7 @@ def test_every_direction_goes_through_its_lines_before_one_comes_again(corpus):
         whole[task, example] += 1
     for task in (0, 1):
         times = [count for (t, _), count in whole.items() if t == task]
-        assert max(times) - min(times) <= 1, (
-            "within a chunk an example is used as often as any other"
-        )
+        assert max(times) - min(times) <= 1, "within a chunk an example is used as often as any other"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
@@ -142,10 +133,7 @@ def test_directions_are_drawn_by_their_temperature(temperature):
     weights = np.array([n ** (1 / temperature) for n in counts])
     shares = probabilities(counts, temperature=temperature)
     assert np.allclose(shares, weights / weights.sum(), rtol=1e-12)
-    tasks = [
-        Examples(f"l{i}", "x", np.zeros((n, 2), dtype=int), np.arange(n) % 9)
-        for i, n in enumerate(counts)
-    ]
+    tasks = [Examples(f"l{i}", "x", np.zeros((n, 2), dtype=int), np.arange(n) % 9) for i, n in enumerate(counts)]
     mixture = Mixture(tasks, shares, seed=0, neighbours=16)
     for chunks in (1, 3):
         found = Counter(task for task, _, _ in mixture.samples(0, chunks * CHUNK))
@@ -211,9 +199,7 @@ def test_noise_permutes_whole_sentences_and_draws_poisson_numbers():
     text = np.array([11, 12, 9, 21, 9, 31, 32, 33, 9])
     orders = set()
     for number in range(40):
-        found = add_noise(
-            text, Draws(0, number), fraction=1e-9, mean_span=3, mask_id=1, sentence_ends=ends
-        )
+        found = add_noise(text, Draws(0, number), fraction=1e-9, mean_span=3, mask_id=1, sentence_ends=ends)
         orders.add(tuple(found))
         assert sorted(found) == sorted(text)
         assert sorted(map(tuple, np.split(found, np.flatnonzero(found[:-1] == 9) + 1))) == [
@@ -237,9 +223,7 @@ def test_the_cache_is_filled_once(corpus):
 
 def test_a_vocabulary_is_learned_from_every_folder_by_its_share():
     counts = {"large": 600, "small": 60}
-    corpora = [
-        {code: [f"{name} {code}"] * n for code in ("de", "en")} for name, n in counts.items()
-    ]
+    corpora = [{code: [f"{name} {code}"] * n for code in ("de", "en")} for name, n in counts.items()]
     found = list(in_turn(corpora))
     assert len(found) == 2 * 660
     for part in (found[:132], found[-132:]):
@@ -312,9 +296,7 @@ def test_a_given_tokenizer_is_the_same_wherever_it_lies(corpus, tmp_path):
         keys.add(data_of(corpus, encode_with=str(folder / "tokenizer.json")).key)
     assert len(keys) == 1 and keys != {known.key}
     others = write(tmp_path / "others", languages=("it", "pt_BR"), lines=20), corpus[1]
-    with pytest.raises(
-        ConfigError, match="data.languages=it pt_BR: none .* which writes de, en, fr"
-    ):
+    with pytest.raises(ConfigError, match="data.languages=it pt_BR: none .* which writes de, en, fr"):
         data_of(others, encode_with=str(tmp_path / "tokenizer.json"))
 
 
@@ -327,12 +309,14 @@ def spoil(folder, name, text):
     [
         (lambda f: spoil(f, "train.de", b"one\n"), {}, r"has 60 lines and train.de has 1; parallel"),
         (lambda f: spoil(f, "train.de", b"\xff\n"), {}, "train.de: is not UTF-8 text"),
-        (lambda f: spoil(f, "train.de.gz", gzip.compress(b"one\n")), {}, "train.de.gz: there is train.de beside it, for the same"),
-        (lambda f: spoil(f, "val.de.gz", gzip.compress(b"one\n")), {"languages": ("de", "en")}, "val.de.gz: there is val.de beside it"),
+        (lambda f: spoil(f, "train.de.gz", gzip.compress(b"one\n")), {}, ("train.de.gz: there is train.de beside it, "
+                                                                         "for the same")),
+        (lambda f: spoil(f, "val.de.gz", gzip.compress(b"one\n")), {"languages": ("de", "en")}, ("val.de.gz: there is "
+                                                                                                "val.de beside it")),
         (lambda f: spoil(f, "train.en.gz", b"text"), {}, "train.en.gz: is damaged, or was not packed"),
         (lambda f: spoil(f, "train.fr.zst", b"text"), {}, "train.fr.zst: is damaged, or was not packed"),
-        (lambda f: [p.unlink() or spoil(f, p.name[:8], b"") for p in f.glob("train.*")], {}, "no line has two languages"),
-        (lambda f: [p.unlink() or spoil(f, p.name[:6], b"very " * 90 + b"long\n") for p in f.glob("val.*")], {}, "val: has no line in two .* within model.max_source_len=64"),
+        (lambda f: [p.unlink() or spoil(f, p.name[:8], b"") for p in f.glob("train.*")], {}, "no line has two languages"),  # noqa: E501
+        (lambda f: [p.unlink() or spoil(f, p.name[:6], b"very " * 90 + b"long\n") for p in f.glob("val.*")], {}, "val: has no line in two .* within model.max_source_len=64"),  # noqa: E501
         (lambda f: (f / "train.de").unlink(), {"languages": ("de", "en")}, "data.languages=de: no folder"),
         (lambda f: [p.unlink() for p in f.glob("train.*")], {}, "has train files of 0 languages"),
         (None, {"languages": ("de",)}, "data.languages=de: is one language, .*name another"),
@@ -352,9 +336,7 @@ def test_bad_input_is_one_line(tmp_path, change, options, words):
     if change is not None:
         change(tmp_path / "corpus")
     with pytest.raises(ConfigError, match=words) as error:
-        config = ParallelTextConfig(
-            **({"path": (path,), "cache_dir": str(tmp_path / "cache")} | options)
-        )
+        config = ParallelTextConfig(**({"path": (path,), "cache_dir": str(tmp_path / "cache")} | options))
         TranslationData(config, vocab_size=330, max_source_len=64, max_target_len=64, seed=0)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("cache/*partial*"))

@@ -30,9 +30,7 @@ def test_words_of_any_script_are_whole():
     assert values(rouge(["ក\u200bខ"], ["ក ខ"], language="xx"))[0] == 100.0
 
 
-@pytest.mark.parametrize(
-    "language", ["zh_CN", "zh-TW", "zho_Hans", "JA", "th", "lao_Laoo", "km", "my"]
-)
+@pytest.mark.parametrize("language", ["zh_CN", "zh-TW", "zho_Hans", "JA", "th", "lao_Laoo", "km", "my"])
 def test_without_blanks_characters_are_compared(language):
     (one, _), *_ = rouge(["长城高大"], ["长江高大"], language=language)
     assert one.value == 75.0 and "tok:char" in one.signature
@@ -74,17 +72,14 @@ def test_files_are_scored_and_compared(tmp_path, capsys):
     lines = {
         "right": [*references, ""],
         "best": [*references, "never scored"],
-        "worse": [line if i % 4 > 1 else "nothing of it" for i, line in enumerate(references)]
-        + [""],
+        "worse": [line if i % 4 > 1 else "nothing of it" for i, line in enumerate(references)] + [""],
     }
     for name, texts in lines.items():
         (tmp_path / name).write_text("".join(f"{line}\n" for line in texts))
     words = [str(tmp_path / "best"), "--reference", str(tmp_path / "right"), "--language", "en"]
     assert main([*words, "--rouge"]) == 0
     out, error = capsys.readouterr()
-    assert [line.split()[:2] for line in out.splitlines()] == [
-        [f"rouge{n}", "100.00"] for n in "12L"
-    ]
+    assert [line.split()[:2] for line in out.splitlines()] == [[f"rouge{n}", "100.00"] for n in "12L"]
     assert error == "note: 1 lines have no reference and are not scored\n"
     assert main([*words, "--compare", str(tmp_path / "worse")]) == 0
     out = capsys.readouterr().out

@@ -265,9 +265,7 @@ def test_fine_tuning_goes_on_without_what_it_began_with(folder, straight, fine, 
 @pytest.mark.parametrize("data, has_head", [("data", True), ("few", False)])
 def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_head):
     """However many there are: by their names, too."""
-    task = SwinTask(
-        run_of(folder, tmp_path, **begin(folder) | {"data.path": (str(folder / data),)})
-    )
+    task = SwinTask(run_of(folder, tmp_path, **begin(folder) | {"data.path": (str(folder / data),)}))
     images = task.prepare()
     model = task.builder.build(device="cpu", dtype=torch.float32)
     found = task.builder.inherited(model, load_run(folder / "straight").config, images)

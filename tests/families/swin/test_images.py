@@ -123,9 +123,7 @@ def test_a_folder_per_class(tmp_path):
     assert data_of(root, tmp=tmp_path, channels=3).key != data.key
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, CHANGES, {"mixup": 0.5}, {"cutmix": 0.5, "mix": 0.5}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, CHANGES, {"mixup": 0.5}, {"cutmix": 0.5, "mix": 0.5}], ids=str)
 def test_a_sample_is_the_same_in_any_batch(changes, idx, tmp_path):
     data = data_of(idx, tmp=tmp_path, **changes)
     whole = data.batch(20, 30)
@@ -154,7 +152,12 @@ def test_every_change_changes_images(name, idx, tmp_path):
         assert torch.equal(a[0], b[0]), "validation images stay as they are"
     if name == "flip":
         mirrored = before[0].flip(-1)
-        assert all(torch.equal(a, b) or torch.equal(a, c) for a, b, c in zip(after[0].round(decimals=4), before[0].round(decimals=4), mirrored.round(decimals=4), strict=True))  # fmt: skip
+        assert all(
+            torch.equal(a, b) or torch.equal(a, c)
+            for a, b, c in zip(
+                after[0].round(decimals=4), before[0].round(decimals=4), mirrored.round(decimals=4), strict=True
+            )
+        )
 
 
 def test_mixed_classes_count_as_their_pixels_do(tmp_path):
@@ -190,12 +193,8 @@ def test_images_are_fitted():
     assert torch.equal(padded[0, 6:18, 2:22], torch.from_numpy(image))
     assert int(padded.sum()) == int(image.sum())
     square = np.full((12, 20, 3), 7, np.uint8)
-    assert torch.equal(
-        fitted(square, size=(3, 8, 8), fit="resize"), torch.full((3, 8, 8), 7).byte()
-    )
-    assert torch.equal(
-        fitted(square, size=(1, 12, 12), fit="resize"), torch.full((1, 12, 12), 7).byte()
-    )
+    assert torch.equal(fitted(square, size=(3, 8, 8), fit="resize"), torch.full((3, 8, 8), 7).byte())
+    assert torch.equal(fitted(square, size=(1, 12, 12), fit="resize"), torch.full((1, 12, 12), 7).byte())
     for fit, words in (("exact", "must be that"), ("pad", "must be at most that")):
         with pytest.raises(ConfigError, match=words):
             fitted(image, size=(1, 16, 16), fit=fit)
@@ -313,9 +312,7 @@ def test_what_is_a_split_and_what_a_class(tmp_path):
     write_class_folders(split / "TEST", {"cat": 1, "dog": 1})
     data = data_of(split, tmp=tmp_path)
     (batch,) = data.validation(None, 9)
-    assert data.classes == ("cat", "cow", "dog") and batch[1].tolist() == [0, 2], (
-        "rare ones only learn"
-    )
+    assert data.classes == ("cat", "cow", "dog") and batch[1].tolist() == [0, 2], "rare ones only learn"
 
 
 def test_hidden_files_are_no_images(tmp_path):

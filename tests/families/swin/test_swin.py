@@ -20,7 +20,7 @@ from expertmesh_families.swin.recipes import RECIPES
 
 MILLIONS = {
     "swin-t": 28.35, "swin-s": 49.73, "swin-b": 87.92,
-    "swin-s-moe8": 173.26, "swin-s-moe16": 296.11, "swin-s-moe32": 541.81, "swin-s-moe64": 1033.2, "swin-s-moe128": 2016.0,
+    "swin-s-moe8": 173.26, "swin-s-moe16": 296.11, "swin-s-moe32": 541.81, "swin-s-moe64": 1033.2, "swin-s-moe128": 2016.0,  # noqa: E501
     "swin-b-moe8": 300.33, "swin-b-moe16": 518.66, "swin-b-moe32": 955.31,
 }  # fmt: skip
 
@@ -84,8 +84,7 @@ def attend(x_HWD, w, p, cfg, stage, shift):
         rolled = [(c - shift) % side for c in place]
         group[place] = tuple((r // window, r < side - shift) for r in rolled)
     biases = {
-        offset: position_bias(offset, window, w, p, is_v2)
-        for offset in product(range(1 - window, window), repeat=2)
+        offset: position_bias(offset, window, w, p, is_v2) for offset in product(range(1 - window, window), repeat=2)
     }
     rows = []
     for y, x in places:
@@ -122,9 +121,7 @@ def feed_forward(x_HWD, w, p):
         scores = (w[f"{p}moe.router.proj.weight"] @ x).softmax(-1)
         best = int(scores.argmax())
         w_in, b_in, w_out, b_out = (w.get(f"{p}moe.experts.{n}") for n in names)
-        y = mlp(
-            x, w_in[best, 0], b_in[best, 0], w_out[best], None if b_out is None else b_out[best]
-        )
+        y = mlp(x, w_in[best, 0], b_in[best, 0], w_out[best], None if b_out is None else b_out[best])
         rows.append(scores[best] * y)
     return torch.stack(rows).view_as(x_HWD)
 
@@ -236,9 +233,7 @@ def copied(ours, theirs):
 
 def test_equals_the_swin_v2_of_transformers():
     transformers = pytest.importorskip("transformers")
-    cfg = config(
-        image_size=32, depths=(2, 2, 2), num_heads=(1, 2, 4), moe=MoEConfig(num_experts=())
-    )
+    cfg = config(image_size=32, depths=(2, 2, 2), num_heads=(1, 2, 4), moe=MoEConfig(num_experts=()))
     torch.manual_seed(5)
     theirs = transformers.Swinv2ForImageClassification(
         transformers.Swinv2Config(
@@ -290,12 +285,11 @@ PUBLISHED_TRAINING = [
     ("swin-s-moe8", 0.2, 90, 10, 14_197_122, 0.1, 3.0, 0.005),
     ("swin-b-moe8", 0.3, 90, 10, 14_197_122, 0.1, 3.0, 0.005),
 ]
-"""Stochastic depth, epochs, those of the warm-up, images, decay, clipping, initial weights of the released configurations."""
+"""Stochastic depth, epochs, those of the warm-up, images, decay, clipping, initial weights of the released
+configurations."""
 
 
-@pytest.mark.parametrize(
-    "name, drop_path, epochs, warm_up, images, decay, clip, std", PUBLISHED_TRAINING
-)
+@pytest.mark.parametrize("name, drop_path, epochs, warm_up, images, decay, clip, std", PUBLISHED_TRAINING)
 def test_published_training(name, drop_path, epochs, warm_up, images, decay, clip, std):
     cfg = RECIPES[name]()
     found = cfg.model.drop_path, cfg.model.init_std, cfg.optim.weight_decay, cfg.optim.grad_clip
@@ -332,7 +326,8 @@ def test_every_kind_of_block_computes_and_is_counted(options):
 
 
 def test_published_multiply_adds():
-    """ "GFLOPs" of arXiv 2206.03382, table 9 (dense, 192 x 192, 21,841 classes), and of 2111.09883, table 5 (256 x 256)."""
+    """ "GFLOPs" of arXiv 2206.03382, table 9 (dense, 192 x 192, 21,841 classes), and of 2111.09883, table 5 (256 x
+    256)."""
     for name, billions in (("swin-s-moe8", 6.756), ("swin-b-moe8", 11.782)):
         dense = RECIPES[name]().model.updated({"moe": MoEConfig(num_experts=())})
         assert abs(count_multiply_adds(dense) / 1e9 / billions - 1) < 0.001
@@ -380,9 +375,7 @@ def test_stochastic_depth_depends_on_the_image_alone():
     assert torch.equal(whole[:, 20:30], layer(index[20:30]))
     assert torch.equal(whole[0], torch.ones(4000)) and not torch.equal(whole[1], whole[2])
     dropped = whole[1:] == 0
-    assert torch.equal(
-        whole[1:][~dropped], (torch.ones(2, 4000) / (1 - torch.tensor(0.3)))[~dropped]
-    )
+    assert torch.equal(whole[1:][~dropped], (torch.ones(2, 4000) / (1 - torch.tensor(0.3)))[~dropped])
     # binomial, six standard deviations
     assert (dropped.sum(1) - 0.3 * 4000).abs().max() < 6 * (0.21 * 4000) ** 0.5
     assert layer.eval()(index) is None

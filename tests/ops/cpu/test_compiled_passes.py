@@ -19,7 +19,8 @@ KINDS = [
     ("swiglu", torch.float32),
     ("geglu", torch.float16),
 ]
-"""Each function, alone or beside a second branch, and each type: a loop takes a C++ compiler five seconds, and a kind is two."""
+"""Each function, alone or beside a second branch, and each type: a loop takes a C++ compiler five seconds, and a kind
+is two."""
 EVERY_KIND = [
     pytest.param(name, dtype, marks=() if (name, dtype) in KINDS else pytest.mark.exhaustive)
     for name in Activation.__args__
@@ -89,16 +90,12 @@ def test_what_they_serve():
     assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12, backward=True)
     assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12, backward=True)
     assert not serves("swiglu", rows_RF[:, :1], num_rows=1 << 22, backward=False)
-    assert not serves("swiglu", rows_RF.to("meta"), num_rows=1 << 12, backward=True), (
-        "another device"
-    )
+    assert not serves("swiglu", rows_RF.to("meta"), num_rows=1 << 12, backward=True), "another device"
 
 
 @needs_compiler
 @pytest.mark.parametrize("recompute_h", [False, True])
-@pytest.mark.parametrize(
-    ("activation", "dtype"), [("swiglu", torch.float32), ("relu2", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("activation", "dtype"), [("swiglu", torch.float32), ("relu2", torch.bfloat16)])
 @pytest.mark.parametrize("kind", ["uniform", "dropped"])
 def test_the_experts_take_them(threshold, kind, activation, dtype, recompute_h):
     shape = (60, 33, 25, 5, 3)
@@ -116,8 +113,6 @@ def test_gelu_is_as_exact_as_pytorchs():
     plain, exact = (pointwise(t, "gelu") for t in (h, h.double()))
     ours = compiled_passes._pointwise(h, "gelu")
     assert_two_times(ours, plain, exact, what="gelu", dtype=torch.float32)
-    plain, exact = (
-        pointwise_backward(t, s, "gelu") for t, s in ((ones, h), (ones.double(), h.double()))
-    )
+    plain, exact = (pointwise_backward(t, s, "gelu") for t, s in ((ones, h), (ones.double(), h.double())))
     ours = compiled_passes._pointwise_backward(ones, h, "gelu")
     assert_two_times(ours, plain, exact, what="its slope", dtype=torch.float32)

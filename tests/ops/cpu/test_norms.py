@@ -21,9 +21,7 @@ def written_out_norm(x, weight):
     """The formula; rounds elsewhere than F.rms_norm, so that one lucky rounding of a few numbers does not decide."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
-    return (wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.to(dtype)).to(
-        x.dtype
-    )
+    return (wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.to(dtype)).to(x.dtype)
 
 
 def block_norm(x, weight):
@@ -32,9 +30,7 @@ def block_norm(x, weight):
 
 def plain_rope(x, weight, cos, sin):
     x = x.transpose(1, 2)
-    return attention.apply_rope(x if weight is None else plain_norm(x, weight), cos, sin).transpose(
-        1, 2
-    )
+    return attention.apply_rope(x if weight is None else plain_norm(x, weight), cos, sin).transpose(1, 2)
 
 
 def block_rope(x, weight, cos, sin):

@@ -49,9 +49,7 @@ def test_linear_and_its_gradients(library, shape, needs):
     x, w, grad = randn(*shape, 130), randn(112, 130), randn(*shape, 112)
 
     def run(function, dtype):
-        leaves = [
-            t.to(dtype, copy=True).requires_grad_(n) for t, n in zip((x, w), needs, strict=True)
-        ]
+        leaves = [t.to(dtype, copy=True).requires_grad_(n) for t, n in zip((x, w), needs, strict=True)]
         y = function(*leaves)
         y.backward(grad.to(dtype))
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
@@ -95,9 +93,7 @@ def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected):
 @pytest.mark.parametrize(("is_coarse", "parts"), [(False, 32), (True, 8)])
 def test_row_counts_of_bf16_products_are_few(is_coarse, parts):
     cpu = torch.device("cpu")
-    rows = {
-        n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_coarse=is_coarse) for n in range(2048)
-    }
+    rows = {n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_coarse=is_coarse) for n in range(2048)}
     assert all(n <= m <= n + n // parts for n, m in rows.items())
     assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
     assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_coarse=is_coarse) == 1025

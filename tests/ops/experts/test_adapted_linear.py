@@ -53,9 +53,7 @@ def test_against_a_loop(together, transposed, dtype, rests, monkeypatch):
     plain = loop(x, w, a, b, dy, transposed=transposed)
     leaves = [t.clone().requires_grad_() for t in (x, a, b)]
     w.requires_grad_(not rests)
-    y = adapted_linear(
-        leaves[0], w, offsets(), leaves[1], leaves[2], SCALING, transposed=transposed
-    )
+    y = adapted_linear(leaves[0], w, offsets(), leaves[1], leaves[2], SCALING, transposed=transposed)
     y.backward(dy)
     ours = dict(zip("yxab", (y.detach(), *(t.grad for t in leaves)), strict=True))
     for what in oracle:

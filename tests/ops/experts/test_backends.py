@@ -80,9 +80,7 @@ def test_the_first_that_serves_computes(given, options, name):
 
 
 def test_every_backend_computes_the_same():
-    exact = compute(
-        make_call(weights(torch.float64), dtype=torch.float64)._replace(backend="reference")
-    )
+    exact = compute(make_call(weights(torch.float64), dtype=torch.float64)._replace(backend="reference"))
     plain = compute(make_call(weights(), backend="reference"))
     found = set()
     for options in (
@@ -145,13 +143,12 @@ def packed(w):
 @pytest.mark.parametrize("options", [{}, {"backend": "reference"}, {"batch_invariant": True}])
 @pytest.mark.parametrize("sizes", [(F,), (16, 32)])
 def test_a_format(half_bytes, sizes, options):
-    """A format is one entry: its weights are computed with as they are stored, expert by expert, with a gradient for the tokens."""
+    """A format is one entry: its weights are computed with as they are stored, expert by expert, with a gradient for
+    the tokens."""
     dense = weights(sizes=sizes)
     ins, scales_in = zip(*map(packed, dense.w_in), strict=True)
     outs, scales_out = zip(*map(packed, dense.w_out), strict=True)
-    own = ExpertWeights(
-        ins, outs, "swiglu", format="half_bytes", scales_in=scales_in, scales_out=scales_out
-    )
+    own = ExpertWeights(ins, outs, "swiglu", format="half_bytes", scales_in=scales_in, scales_out=scales_out)
     again = ExpertWeights.of(
         [i * s.view(-1, 1, 1, 1) for i, s in zip(ins, scales_in, strict=True)],
         [o * s.view(-1, 1, 1) for o, s in zip(outs, scales_out, strict=True)],
@@ -164,9 +161,7 @@ def test_a_format(half_bytes, sizes, options):
         y_TD = compute(call)
         results.append((y_TD.detach(), *torch.autograd.grad(y_TD.square().sum(), x_TD)))
     for found, expected in zip(*results, strict=True):
-        if options.get(
-            "batch_invariant"
-        ):  # its products are of single experts, the others' of the kernels in C
+        if options.get("batch_invariant"):  # its products are of single experts, the others' of the kernels in C
             assert relative_error(found, expected) < 1e-6
         else:
             assert torch.equal(found, expected)

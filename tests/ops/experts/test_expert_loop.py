@@ -15,9 +15,7 @@ def make_call(*, num_tokens, num_experts, top_k, dim, hidden_dim, dtype):
     def randn(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    ids_TK = torch.stack(
-        [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)]
-    )
+    ids_TK = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
     tensors = (
         randn(num_tokens, dim),
         randn(num_experts, 2, hidden_dim, dim),
@@ -43,9 +41,7 @@ def run(tensors, metadata, dtype, backend):
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 40])
 @pytest.mark.parametrize("limit", [0, 3000, 1 << 20])
 def test_runs_of_experts_without_gradients(threshold, dtype, num_tokens, limit):
-    tensors, metadata = make_call(
-        num_tokens=num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, dtype=dtype
-    )
+    tensors, metadata = make_call(num_tokens=num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, dtype=dtype)
     threshold(expert_loop, "FEW_ELEMENTS", limit)
     with torch.no_grad():
         with poisoned_empty():

@@ -59,9 +59,7 @@ def test_against_a_loop(backend, dtype, transposed, bias):
     )
     plain = loop(clean_x, w, b, clean_dy, transposed=transposed)
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, w, b)]
-    y = grouped_linear(
-        leaves[0], leaves[1], offsets(), b_EN=leaves[2], transposed=transposed, backend=backend
-    )
+    y = grouped_linear(leaves[0], leaves[1], offsets(), b_EN=leaves[2], transposed=transposed, backend=backend)
     y.backward(dy)
     ours = {"y": y.detach()} | grads(*leaves)
     for what in oracle:
@@ -77,9 +75,7 @@ def test_an_infinity_stays_with_its_expert(dtype, transposed):
     x[131, 3] = float("inf")
     x, w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
     ends = torch.tensor([0, 130, 270, 400], dtype=torch.int32)
-    grouped_linear(x, w, ends, transposed=transposed, backend="torch").backward(
-        torch.ones(400, 16, dtype=dtype)
-    )
+    grouped_linear(x, w, ends, transposed=transposed, backend="torch").backward(torch.ones(400, 16, dtype=dtype))
     finite = w.grad.flatten(1).isfinite().all(1)
     assert finite.tolist() == [True, False, True]
 
@@ -120,9 +116,7 @@ def test_wrong_shapes_are_named():
         grouped_linear(x, w, offsets()[1:])
     with pytest.raises(ConfigError, match="w has dtype torch.float64"):
         grouped_linear(x, w.double(), offsets())
-    with pytest.raises(
-        ConfigError, match=r"offsets has dtype torch.int64; it must be torch.int32; convert it$"
-    ):
+    with pytest.raises(ConfigError, match=r"offsets has dtype torch.int64; it must be torch.int32; convert it$"):
         grouped_linear(x, w, offsets().long())
 
 

@@ -22,10 +22,7 @@ def micro_batches(count, shape, **options):
 def buffers_for(leaves):
     wide = [None if leaves[i] is None else torch.zeros_like(leaves[i]) for i in PLACES]
     return WeightGradients(
-        *(
-            None if w is None else w.detach().to(torch.promote_types(w.dtype, torch.float32))
-            for w in wide
-        )
+        *(None if w is None else w.detach().to(torch.promote_types(w.dtype, torch.float32)) for w in wide)
     )
 
 
@@ -54,17 +51,14 @@ def summed(cases, leaves, dtype, into):
     for case in cases:
         own = case.leaves(dtype)
         w_in, w_out, b_in, b_out = (
-            None if leaves[i] is None else leaves[i].detach().to(dtype).requires_grad_()
-            for i in PLACES
+            None if leaves[i] is None else leaves[i].detach().to(dtype).requires_grad_() for i in PLACES
         )
         y = moe_mlp(
             own[0], w_in, w_out, own[3].detach().to(torch.promote_types(dtype, torch.float32)), case.metadata,
             activation=case.activation, b_in_EGF=b_in, b_out_ED=b_out, backend="reference",
         )  # fmt: skip
         present = [w for w in (w_in, w_out, b_in, b_out) if w is not None]
-        for total, grad in zip(
-            totals, torch.autograd.grad(y, present, case.grad_TD.to(dtype)), strict=True
-        ):
+        for total, grad in zip(totals, torch.autograd.grad(y, present, case.grad_TD.to(dtype)), strict=True):
             total += grad.to(into)
     return totals
 

@@ -77,9 +77,7 @@ def test_autocast_equals_an_explicit_cast(dtype):
     assert torch.equal(y, expected)
     ours = torch.autograd.grad(y.float().sum(), inputs)
     theirs = torch.autograd.grad(expected.float().sum(), inputs)
-    assert all(
-        a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
-    )
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +114,7 @@ def test_compile_fullgraph_and_no_recompile_per_batch(backend, autocast, sizes):
 def test_non_contiguous_inputs():
     """Equal but for the order of sums, which with several threads depends on how a factor lies in memory."""
     inputs, metadata = _inputs(torch.float64), _metadata()
-    strided = [
-        t.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for t in inputs
-    ]
+    strided = [t.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for t in inputs]
     y = moe_mlp(*strided, metadata, activation="swiglu")
     expected = moe_mlp(*inputs, metadata, activation="swiglu")
     assert_close_fp64(y, expected, what="y")

@@ -164,8 +164,5 @@ def test_capacity_rows():
     leaves = problem(20, 2, 4, 8, 6, "swiglu", bias=False)
     ids = expert_ids("dead", 20, 2, 4)
     short = route_metadata(ids, 4, max_rows=int((ids < 4).sum()) + 1)
-    y = [
-        moe_mlp(*leaves[:4], metadata, activation="swiglu")
-        for metadata in (short, route_metadata(ids, 4))
-    ]
+    y = [moe_mlp(*leaves[:4], metadata, activation="swiglu") for metadata in (short, route_metadata(ids, 4))]
     assert torch.equal(y[0], y[1])

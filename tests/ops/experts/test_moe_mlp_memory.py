@@ -78,8 +78,8 @@ def scratch_bytes(rows, hidden_dim, dtype, *, backward):
 def library_bytes(rows, D, F):
     """The most that oneDNN itself holds during one expert's BF16 products.
 
-    Measured, because it depends on the instructions and on the threads: copies of factors in the order of its tiles, sums in FP32,
-    both for each thread where there are several.
+    Measured, because it depends on the instructions and on the threads: copies of factors in the order of its tiles,
+    sums in FP32, both for each thread where there are several.
     """
     h, x = torch.ones(rows, G * F, dtype=torch.bfloat16), torch.ones(rows, D, dtype=torch.bfloat16)
     w_in, w_out = torch.ones(G * F, D, dtype=h.dtype), torch.ones(D, F, dtype=h.dtype)

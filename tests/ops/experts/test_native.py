@@ -31,20 +31,14 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def make_call(
-    shape, *, dtype=torch.bfloat16, activation="swiglu", kind="uniform", bias=False, **options
-):
+def make_call(shape, *, dtype=torch.bfloat16, activation="swiglu", kind="uniform", bias=False, **options):
     """Call with ids, batch-invariant so that nothing else serves it."""
     T, D, F, E, K = shape
     torch.manual_seed(T + D)
     case = ExpertsCase.draw(shape, activation=activation, dtype=dtype, bias=bias)
-    experts = ExpertWeights.of(
-        case.w_in_EGFD, case.w_out_EDF, activation, b_in=case.b_in_EGF, b_out=case.b_out_ED
-    )
+    experts = ExpertWeights.of(case.w_in_EGFD, case.w_out_EDF, activation, b_in=case.b_in_EGF, b_out=case.b_out_ED)
     ids_TK = draw_ids(kind, T, K, E)
-    return ExpertsCall(
-        case.x_TD, case.weights_TK, experts, "auto", ids_TK, batch_invariant=True, **options
-    )
+    return ExpertsCall(case.x_TD, case.weights_TK, experts, "auto", ids_TK, batch_invariant=True, **options)
 
 
 def oracle(call, dtype):
@@ -130,9 +124,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, dim):
     for size in sizes:
         for at in (first, 700 - size):
             rows = slice(at, at + size)
-            part = call._replace(
-                x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows]
-            )
+            part = call._replace(x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows])
             assert torch.equal(computed(part), whole[rows]), (size, at)
         first += 7
 
@@ -149,9 +141,7 @@ def test_a_row_has_the_same_bits_beside_so_many_that_weights_go_in_pieces(format
     for size in (1, 33, 160, 300, 700):
         for at in (3, 1500 - size):
             rows = slice(at, at + size)
-            part = call._replace(
-                x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows]
-            )
+            part = call._replace(x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows])
             assert torch.equal(computed(part), whole[rows]), (size, at)
 
 
@@ -190,11 +180,7 @@ def test_masked_rows_and_experts_without_rows_may_hold_anything():
     )
     x_TD[4], w_in[3], w_out[3] = torch.nan, torch.nan, torch.inf
     weights_TK = call.weights_TK.masked_fill(call.ids_TK == 5, torch.nan)
-    found = computed(
-        call._replace(
-            x_TD=x_TD, weights_TK=weights_TK, experts=ExpertWeights.of(w_in, w_out, "swiglu")
-        )
-    )
+    found = computed(call._replace(x_TD=x_TD, weights_TK=weights_TK, experts=ExpertWeights.of(w_in, w_out, "swiglu")))
     assert torch.equal(found, plain)
     assert not found[4].any()
 
@@ -224,8 +210,7 @@ def quantized_call(
         scales[name] = found.scales.view(*w.shape[:-1], -1)
         stored[name] = nibbles(values) if format == "int4" else values
         wide[name] = (
-            values.double().unflatten(-1, (scales[name].shape[-1], -1))
-            * scales[name].double()[..., None]
+            values.double().unflatten(-1, (scales[name].shape[-1], -1)) * scales[name].double()[..., None]
         ).flatten(-2)
     given = ExpertWeights(
         (stored["w_in"],), (stored["w_out"],), "swiglu", call.experts.b_in, call.experts.b_out, format,
@@ -246,9 +231,7 @@ def quantized_call(
 @pytest.mark.parametrize(("format", "group_size"), [("int8", 0), ("int4", 32), ("int4", 64)])
 @pytest.mark.parametrize("shape", [(21, 128, 64, 5, 2), (3, 64, 192, 1, 1)])
 def test_weights_in_8_and_4_bits(format, group_size, scale_dtype, shape, dtype):
-    given, meant = quantized_call(
-        format, group_size=group_size, scale_dtype=scale_dtype, shape=shape, dtype=dtype
-    )
+    given, meant = quantized_call(format, group_size=group_size, scale_dtype=scale_dtype, shape=shape, dtype=dtype)
     y_TD = computed(given)
     # the product of a number and its scale is rounded to the scales' type, or to that of the products
     wide = torch.promote_types(dtype, torch.float32)
@@ -331,8 +314,7 @@ def test_experts_in_slots_have_the_same_bits():
     call = make_call((9, 40, 48, 5, 3))
     slots = torch.tensor([4, 0, 6, 1, 3])
     stored = [
-        torch.full((7, *w.shape[1:]), torch.nan, dtype=w.dtype)
-        for w in (call.experts.w_in[0], call.experts.w_out[0])
+        torch.full((7, *w.shape[1:]), torch.nan, dtype=w.dtype) for w in (call.experts.w_in[0], call.experts.w_out[0])
     ]
     for to, w in zip(stored, (call.experts.w_in[0], call.experts.w_out[0]), strict=True):
         to[slots] = w

@@ -95,7 +95,8 @@ def test_memory_that_is_not_what_a_tensor_says_is_not_read():
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_biases_of_quantised_experts_have_the_type_of_the_products(format):
-    """Under autocast as well, where a call that wants gradients, or has an adapter beside it, takes the other way in."""
+    """Under autocast as well, where a call that wants gradients, or has an adapter beside it, takes the other way
+    in."""
     made = experts(torch.float32)
     made.convert(format, group_size=32)
     made.arithmetic = BATCH_INVARIANT_OPS

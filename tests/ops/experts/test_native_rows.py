@@ -1,4 +1,5 @@
-"""A row's bits by the kernels in C: alone and in batches of 1 to 700, for every format, with adapters, on one and two threads, without trials."""
+"""A row's bits by the kernels in C: alone and in batches of 1 to 700, for every format, with adapters, on one and two
+threads, without trials."""
 
 import pytest
 import torch
@@ -69,10 +70,7 @@ def with_adapters(call):
 
 
 def part_of(call, start, stop):
-    runs = (
-        run._replace(first=max(run.first, start) - start, stop=min(run.stop, stop) - start)
-        for run in call.runs
-    )
+    runs = (run._replace(first=max(run.first, start) - start, stop=min(run.stop, stop) - start) for run in call.runs)
     return call._replace(
         x_TD=call.x_TD[start:stop],
         ids_TK=call.ids_TK[start:stop],
@@ -112,7 +110,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize(("format", "dtype", "shape"), CASES)
 def test_rows_that_want_gradients_have_the_bits_of_others(format, dtype, shape, is_adapted):
-    """The forward of a batch-invariant model is one, whether a backward follows or not; adapters of requests give none."""
+    """The forward of a batch-invariant model is one, whether a backward follows or not; adapters of requests give
+    none."""
     call = case_of(format, dtype, shape, num_rows=40)
     expected = computed(call)
     x_TD = call.x_TD.clone().requires_grad_()
@@ -161,9 +160,7 @@ def test_dense_products_with_an_adapter(dtype, shape, two_threads):  # noqa: F81
     """As requests have them on linear maps: three products, each with one order of sums."""
     generator = torch.Generator().manual_seed(0)
     N, K = shape
-    x, w, a, b = (
-        torch.randn(*s, generator=generator).to(dtype) for s in ((MANY, K), (N, K), (3, K), (N, 3))
-    )
+    x, w, a, b = (torch.randn(*s, generator=generator).to(dtype) for s in ((MANY, K), (N, K), (3, K), (N, 3)))
     linear = BATCH_INVARIANT_OPS.linear
 
     def adapted(rows):

@@ -81,15 +81,11 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype):
     whole = check(call)
     for first, size in ((0, 1), (7, 1), (149, 1), (3, 2), (20, 15), (60, 16), (11, 33), (86, 64)):
         rows = slice(first, first + size)
-        part = call._replace(
-            x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows]
-        )
+        part = call._replace(x_TD=call.x_TD[rows], ids_TK=call.ids_TK[rows], weights_TK=call.weights_TK[rows])
         assert torch.equal(compute(part), whole[rows]), (first, size)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bias": True}, {"batch_invariant": True}, {"backend": "reference"}]
-)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"batch_invariant": True}, {"backend": "reference"}])
 def test_the_layer_computes_without_gradients_what_it_does_with_them(options):
     shape = {"dim": 32, "hidden_dim": 48, "num_experts": 6, "top_k": 2, "seed": 0}
     layer, x_TD = MoELayer(**(shape | options)).eval(), torch.randn(5, 32)

@@ -23,9 +23,7 @@ def results(compute, h, s, grad, activation):
     return {"a": a.detach(), "h": h.grad, "s": s.grad}
 
 
-@pytest.mark.parametrize(
-    "activation", ["swiglu", "geglu", "reglu", "gelu", "relu2", "clamped_swiglu"]
-)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "gelu", "relu2", "clamped_swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("R", [0, 1, BLOCK_ELEMENTS // F + 3])
 def test_against_plain_operators(activation, dtype, R):

@@ -44,9 +44,7 @@ def test_no_number_is_further_off_than_a_plain_step(name, scale_dtype):
     assert wide.dtype == scale_dtype and wide.shape == w.shape
     off = (wide.double() - w).abs()
     unit = torch.finfo(scale_dtype).eps
-    if (
-        name == "fp8"
-    ):  # half a unit of three bits, or of the smallest numbers, for the scales that are tried
+    if name == "fp8":  # half a unit of three bits, or of the smallest numbers, for the scales that are tried
         bound = w.abs() * 2**-4 + largest(w, name) * 2 / 448 * 2**-10
     else:  # what is cut off is at most the part that no scale leaves out
         step = largest(w, name) / (127 if name == "int8" else 7)

@@ -1,4 +1,5 @@
-"""What the scripts in `scripts` share: a batch, ten steps; and the losses that Tutel's formulas give, in plain PyTorch."""
+"""What the scripts in `scripts` share: a batch, ten steps; and the losses that Tutel's formulas give, in plain
+PyTorch."""
 
 import torch
 from torch.nn import functional as F
@@ -56,9 +57,7 @@ def drawn_ffn(count=2):
     """Experts as Tutel's `ffn` draws them: parameters, and a function of rows each."""
 
     def one():
-        w1, w2 = (
-            (torch.rand(H, D) * (n**-0.5 + n**-0.5) - n**-0.5).requires_grad_() for n in (D, H)
-        )
+        w1, w2 = ((torch.rand(H, D) * (n**-0.5 + n**-0.5) - n**-0.5).requires_grad_() for n in (D, H))
         b1, b2 = (torch.zeros(n).requires_grad_() for n in (H, D))
         return (w1, w2, b1, b2), lambda x: F.relu(x @ w1.T + b1) @ w2 + b2
 

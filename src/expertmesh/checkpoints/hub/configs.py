@@ -1,4 +1,5 @@
-"""Translation of a hub model's config.json to options of our GPT; options that it lacks are refused, or logged if for training only."""
+"""Translation of a hub model's config.json to options of our GPT; options that it lacks are refused, or logged if for
+training only."""
 
 import logging
 from collections.abc import Mapping
@@ -50,14 +51,8 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
     """Our configuration of the model that a config.json describes.
 
     An option that is missing or null gets transformers' default. `router_aux_loss_coef` c becomes the weight
-    c K / L of each of the L layers with experts: transformers' loss is K at balance, and one of the mean over the layers.
-
-    Args:
-        values: the values of config.json.
-        start_ids: tokens that the tokenizer puts before a prompt, see `hub_start`; None: not known.
-
-    Raises:
-        ConfigError: an option has a value that our GPT cannot compute or no model can have, or one is missing.
+    c K / L of each of the L layers with experts: transformers' loss is K at balance, and one of the mean over the
+    layers.
     """
     family = hub_family(values)
     _refuse(values, family)
@@ -65,9 +60,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
     check_hub_sizes(v)
     name = f"config.json of a {family.model_type}"
     if str(v["hidden_act"]) not in ACTIVATIONS:
-        raise ConfigError(
-            f"hidden_act={v['hidden_act']!r}: is none of {', '.join(ACTIVATIONS)}; use another model"
-        )
+        raise ConfigError(f"hidden_act={v['hidden_act']!r}: is none of {', '.join(ACTIVATIONS)}; use another model")
     try:
         options = {
             "vocab_size": v["vocab_size"],
@@ -92,9 +85,7 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
     except KeyError as missing:
         raise ConfigError(f"{name} has no {missing.args[0]}; restore it from the hub") from None
     except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{name} has a value of a wrong type ({error}); restore it from the hub"
-        ) from None
+        raise ConfigError(f"{name} has a value of a wrong type ({error}); restore it from the hub") from None
     try:
         config = ModelConfig.model_validate(options)
     except ConfigError as error:
@@ -112,31 +103,22 @@ def _with_loss(config: ModelConfig, coef: Any) -> ModelConfig:
 
 
 def _refuse(values: Values, family: HubFamily) -> None:
-    """Refuse options that our GPT would compute differently.
-
-    Raises:
-        ConfigError: there is such an option; names it.
-    """
+    """Refuse options that our GPT would compute differently."""
     refused = {name: allowed for name, allowed in family.refused.items() if name in values}
     for name, allowed in refused.items():
         if values[name] not in allowed:
-            raise other_model(
-                f"{name}={values[name]!r}", family.model_type, f"{name}={allowed[0]!r}"
-            )
+            raise other_model(f"{name}={values[name]!r}", family.model_type, f"{name}={allowed[0]!r}")
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name) or {}
         if not isinstance(rope, Mapping):
-            raise ConfigError(
-                f"{name}={rope!r}: is no JSON object; restore config.json from the hub"
-            )
+            raise ConfigError(f"{name}={rope!r}: is no JSON object; restore config.json from the hub")
         if nested := [kind for kind, value in rope.items() if isinstance(value, Mapping)]:
-            raise other_model(
-                f"{name}.{nested[0]}", family.model_type, "the same positions in every layer"
-            )
+            raise other_model(f"{name}.{nested[0]}", family.model_type, "the same positions in every layer")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
             raise ConfigError(
-                f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use a model "
+                f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use "
+                "a model "
                 "with default or yarn"
             )
         factor = rope.get("factor")
@@ -145,17 +127,9 @@ def _refuse(values: Values, family: HubFamily) -> None:
 
 
 def left_out(values: Values) -> tuple[str, ...]:
-    """Descriptions of the options in a config.json that our GPT ignores, all for training only.
-
-    Args:
-        values: the values of a config.json that `model_config` accepts.
-    """
+    """Descriptions of the options in a config.json that our GPT ignores, all for training only."""
     family = hub_family(values)
-    found = [
-        f"{name}={values[name]}: {what}"
-        for name, what in _TRAINING_ONLY.items()
-        if values.get(name)
-    ]
+    found = [f"{name}={values[name]}: {what}" for name, what in _TRAINING_ONLY.items() if values.get(name)]
     if "router_aux_loss_coef" not in family.defaults and values.get("router_aux_loss_coef"):
         coef = values["router_aux_loss_coef"]
         found.append(f"router_aux_loss_coef={coef}: which a {family.model_type} does not read")
@@ -169,15 +143,9 @@ def say_left_out(values: Values) -> None:
 
 
 def end_ids(values: Values) -> tuple[int, ...]:
-    """Ids of the tokens that end a text (`eos_token_id`, an id or a list); ids outside the vocabulary are dropped.
-
-    Raises:
-        ConfigError: an entry is no id.
-    """
+    """Ids of the tokens that end a text (`eos_token_id`, an id or a list); ids outside the vocabulary are dropped."""
     given = values.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(type(i) is not int for i in ids):  # true is an int to Python
-        raise ConfigError(
-            f"eos_token_id={given!r}: is neither a token id nor a list of them; restore it from the hub"
-        )
+        raise ConfigError(f"eos_token_id={given!r}: is neither a token id nor a list of them; restore it from the hub")
     return tuple(i for i in ids if 0 <= i < values["vocab_size"])

@@ -1,4 +1,5 @@
-"""`HubFamily`, the description of an architecture of the hub for our GPT; `families/` has a file for each. Never imports torch."""
+"""`HubFamily`, the description of an architecture of the hub for our GPT; `families/` has a file for each. Never
+imports torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,9 +52,7 @@ PLAIN: Mapping[str, Fits] = {
     "moe.num_expert_groups": (1,),
     "moe.group_score": ("top2_sum",),
     "moe.num_shared_experts": (0,),
-    "moe.shared_hidden_dim": lambda c: (
-        c.moe.shared_hidden_dim in (None, c.moe.num_shared_experts * c.moe.hidden_dim)
-    ),
+    "moe.shared_hidden_dim": lambda c: c.moe.shared_hidden_dim in (None, c.moe.num_shared_experts * c.moe.hidden_dim),
     "moe.shared_gate": (False,),
     "moe.logit_temperature": (1,),
     "moe.residual": (False,),
@@ -66,23 +65,14 @@ PLAIN: Mapping[str, Fits] = {
 
 
 class Piece(NamedTuple):
-    """Mapping of a part of a tensor in the hub's files to a part of our tensor.
+    """Mapping of a part of a tensor in the hub's files to a part of our tensor."""
 
-    Attributes:
-        ours: name in the state dict of our GPT.
-        ours_at: box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks.
-        hub_name: name in the hub's files.
-        hub_at: box in the hub's tensor; as many elements in the same order.
-        hub_shape: shape of the hub's whole tensor.
-        is_turned: whether the last two dimensions of the part are transposed in the hub's tensor.
-    """
-
-    ours: str
-    ours_at: Box
-    hub_name: str
-    hub_at: Box
-    hub_shape: tuple[int, ...]
-    is_turned: bool = False
+    ours: str  # name in the state dict of our GPT
+    ours_at: Box  # box in our tensor; sizes of one stand for dimensions that the hub's tensor lacks
+    hub_name: str  # name in the hub's files
+    hub_at: Box  # box in the hub's tensor; as many elements in the same order
+    hub_shape: tuple[int, ...]  # shape of the hub's whole tensor
+    is_turned: bool = False  # whether the last two dimensions of the part are transposed in the hub's tensor
 
     def turned(self, part: Any) -> Any:
         """View of a part with its dimensions transposed if `is_turned`, from the hub's order to ours or back."""
@@ -97,7 +87,8 @@ class HubFamily:
         model_type: its name in config.json.
         architecture: transformers' class.
         title: its name for display.
-        read: function from a config.json, defaults filled in, to the options of our `ModelConfig` beyond the common ones, with `moe`.
+        read: function from a config.json, defaults filled in, to the options of our `ModelConfig` beyond the common
+            ones, with `moe`.
         write: function from a configuration that fits to the options of its config.json beyond the common ones.
         fits: options of ours whose allowed values differ from `PLAIN`; see `misfits`.
         ways: advice for an option that does not fit, where there is any.
@@ -105,7 +96,8 @@ class HubFamily:
         nulls: options whose null is a value of its own, not the default.
         refused: option of config.json -> the values with which our GPT computes the same.
         renamed: pairs of a part of the spec's `hub` names and the part that replaces it in the architecture's files.
-        experts: function to the pieces of experts that are one tensor in its files; None: each expert has tensors of its own.
+        experts: function to the pieces of experts that are one tensor in its files; None: each expert has tensors of
+            its own.
         aliases: further names of the architecture in config.json.
     """
 

@@ -1,4 +1,5 @@
-"""Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports torch."""
+"""Look-up of the hub architectures that our GPT can run: from `families/` and from installed packages. Never imports
+torch."""
 
 from expertmesh.checkpoints.hub.families.deepseek_v2 import DEEPSEEK_V2
 from expertmesh.checkpoints.hub.families.deepseek_v3 import DEEPSEEK_V3
@@ -23,24 +24,18 @@ _ADDED = Plugins("model_type", HubFamily, ENTRY_POINTS, key="model_type")
 
 
 def find_hub_family(name: str) -> HubFamily:
-    """Architecture of a `model_type`, from this package or from an installed one, whose module is imported.
-
-    Raises:
-        ConfigError: the `model_type` is unknown, or a package's entry point is broken.
-    """
+    """Architecture of a `model_type`, from this package or from an installed one, whose module is imported."""
     found = FAMILIES.get(name) or _ALIASES.get(name) or _ADDED.get(name)
     if found is not None:
         return found
     raise ConfigError(
-        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); run its experts "
-        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with expertmesh.models.upcycle"
+        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); "
+        "run its experts "
+        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with "
+        "expertmesh.models.upcycle"
     )
 
 
 def hub_family(values: Values) -> HubFamily:
-    """The architecture of a config.json.
-
-    Raises:
-        ConfigError: our GPT cannot run it.
-    """
+    """The architecture of a config.json."""
     return find_hub_family(str(values.get("model_type")))

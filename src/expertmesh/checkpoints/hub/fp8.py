@@ -1,7 +1,8 @@
 """Files with FP8 weights and a scale per block, as of DeepSeek-V3, Kimi-K2 and Qwen3: widened a part at a time.
 
-A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / columns), rounded up; `weight_block_size` of
-config.json gives rows and columns of a block. A weight is its FP8 value times the scale of its block.
+A matrix NAME (N, K) is NAME in float8_e4m3fn and NAME_scale_inv (N / rows, K / columns), rounded up;
+`weight_block_size` of config.json gives rows and columns of a block. A weight is its FP8 value times the scale of its
+block.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,23 +23,13 @@ _SCALES = (*READABLE, torch.float8_e8m0fnu)
 
 
 class Fp8Files(HubFiles):
-    """The tensors of a folder by name, an FP8 matrix and its scales as one matrix.
-
-    Args:
-        folder: see `HubFiles`.
-        values: the values of its config.json, whose `quant_method` is fp8.
-        renamed: see `HubFiles`.
-
-    Raises:
-        ConfigError: see `HubFiles`; or the block size is invalid, or a matrix lacks fitting scales; names it.
-        CheckpointError: see `HubFiles`.
-    """
+    """The tensors of a folder by name, an FP8 matrix and its scales as one matrix."""
 
     def __init__(
         self,
-        folder: Path,
-        values: Mapping[str, Any],
-        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,
+        folder: Path,  # see `HubFiles`
+        values: Mapping[str, Any],  # the values of its config.json, whose `quant_method` is fp8
+        renamed: Callable[[dict[str, Entry]], dict[str, Entry]] = dict,  # see `HubFiles`
     ) -> None:
         super().__init__(folder, renamed)
         self._block_size = _block_size(values, folder)
@@ -51,19 +42,22 @@ class Fp8Files(HubFiles):
                 other = next((n for n in self.entries if n.startswith(f"{name}_")), None)
                 fix = f"of {other} nothing is read; give scales of blocks, or the model in BF16"
                 raise ConfigError(
-                    f"{folder}: {name} is in FP8 and has no {name}_scale_inv beside it; {fix if other else 'restore the files from the hub'}"
+                    f"{folder}: {name} is in FP8 and has no {name}_scale_inv beside it; "
+                    f"{fix if other else 'restore the files from the hub'}"
                 )
             if scales.dtype not in _SCALES:
                 kind = str(scales.dtype).removeprefix("torch.")
                 raise ConfigError(
-                    f"{folder}: {name}_scale_inv is of type {kind}, and expertmesh reads scales in float32, bfloat16, float16, float64 "
+                    f"{folder}: {name}_scale_inv is of type {kind}, and expertmesh reads scales in float32, bfloat16, "
+                    "float16, float64 "
                     "and powers of two (F8_E8M0); give the model with such scales, or in BF16"
                 )
             sizes = zip(matrix.shape, self._block_size, strict=False)
             fitting = tuple(-(-size // block) for size, block in sizes)
             if len(matrix.shape) != 2 or scales.shape != fitting:
                 raise ConfigError(
-                    f"{folder}: {name}_scale_inv has shape {scales.shape}, and {name} {matrix.shape} in blocks of {self._block_size} "
+                    f"{folder}: {name}_scale_inv has shape {scales.shape}, and {name} {matrix.shape} in blocks of "
+                    f"{self._block_size} "
                     f"needs {fitting}; use the config.json of these files"
                 )
             self.entries[name] = matrix._replace(dtype=torch.bfloat16)
@@ -97,7 +91,8 @@ def _block_size(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
     is_pair = isinstance(found, list | tuple) and len(found) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in found):
         raise ConfigError(
-            f"{folder}: weight_block_size={found!r} in quantization_config; expertmesh reads FP8 in blocks of rows and columns, as "
+            f"{folder}: weight_block_size={found!r} in quantization_config; expertmesh reads FP8 in blocks of rows "
+            "and columns, as "
             "[128, 128]; give the model so, or in BF16"
         )
     return found[0], found[1]
@@ -116,7 +111,6 @@ def widened(matrix: Tensor, scales: Tensor, block_size: tuple[int, int], at: Box
         FP32, of the shape of the part.
     """
     rows, columns = (
-        torch.arange(size)[part] // block
-        for size, part, block in zip(matrix.shape, at, block_size, strict=True)
+        torch.arange(size)[part] // block for size, part, block in zip(matrix.shape, at, block_size, strict=True)
     )
     return matrix[at].float().mul_(scales.float()[rows[:, None], columns])

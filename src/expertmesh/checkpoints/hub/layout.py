@@ -12,12 +12,13 @@ from expertmesh.spec.model_spec import Parameter
 
 
 def pieces(config: ModelConfig, model_type: str, *, one_by_one: bool = False) -> Iterator[Piece]:
-    """Pieces that cover all tensors of the hub's files and of our GPT once; pieces of one tensor of ours are consecutive.
+    """Pieces that cover all tensors of the hub's files and of our GPT once; pieces of one tensor of ours are
+    consecutive.
 
     Args:
-        config: configuration of the model.
         model_type: architecture of the hub; empty: tensors have the names of the spec's `hub`.
-        one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in quantised folders.
+        one_by_one: whether each expert has tensors of its own even if the family's files have one for all, as in
+            quantised folders.
     """
     family = find_hub_family(model_type) if model_type else None
     theirs_of = family.hub_name if family else str
@@ -84,8 +85,8 @@ def _heads(one: Parameter, names: tuple[str, ...], config: ModelConfig) -> Itera
 def _turned(config: ModelConfig) -> list[tuple[int, int, int]]:
     """Ranges (our start, hub's start, length) of a head's dimensions, which map rotary pairs to rotary pairs.
 
-    We rotate pairs (i, i + d / 2), except for the last ones; the hub rotates pairs (i, i + r / 2) of the first r dimensions.
-    Attention scores do not depend on the order.
+    We rotate pairs (i, i + d / 2), except for the last ones; the hub rotates pairs (i, i + r / 2) of the first r
+    dimensions. Attention scores do not depend on the order.
     """
     d = config.head_size
     turning, still = (round(d * f / 2) for f in (config.rope_fraction, 1 - config.rope_fraction))

@@ -48,17 +48,18 @@ def load_pretrained(
 ) -> GPT:
     """Make our GPT from a folder in transformers' format and load its weights.
 
-    Files are read through memory maps, part by part into the parameters, so that peak memory is the model's, or on several ranks
-    the rank's part of it.
+    Files are read through memory maps, part by part into the parameters, so that peak memory is the model's, or on
+    several ranks the rank's part of it.
 
     Args:
-        folder: folder with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, DeepSeek-V2,
-            DeepSeek-V3 (also Kimi-K2 and Moonlight) or gpt-oss. Weights in FP8 with a scale per block and experts in MXFP4 are
-            widened.
+        folder: folder with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE,
+            Dots1, DeepSeek-V2, DeepSeek-V3 (also Kimi-K2 and Moonlight) or gpt-oss. Weights in FP8 with a scale per
+            block and experts in MXFP4 are widened.
         device: device of the parameters.
-        dtype: type of the parameters (the router keeps FP32); None: the type in config.json, or else of most weights. Tensors of
-            a wider type are rounded to it, as in transformers, with a warning.
-        parallel: degrees for spreading the model over the ranks that torchrun started, before it has memory; None: not spread.
+        dtype: type of the parameters (the router keeps FP32); None: the type in config.json, or else of most weights.
+            Tensors of a wider type are rounded to it, as in transformers, with a warning.
+        parallel: degrees for spreading the model over the ranks that torchrun started, before it has memory; None: not
+            spread.
 
     Returns:
         The model, in training mode like every new module.
@@ -84,26 +85,12 @@ def load_pretrained(
 
 
 class HubModel:
-    """The weights of a hub folder under the names of our GPT; a `TensorSource`.
-
-    Args:
-        folder: see `load_pretrained`.
-        dtype: type of the weights (the router keeps FP32); None: see `load_pretrained`, with a warning of rounded tensors.
-
-    Attributes:
-        path: the folder.
-        config: configuration of the model, without `start_ids`, which the tokenizer tells.
-        tensors: shapes and types of the tensors of our GPT.
-
-    Raises:
-        ConfigError: see `load_pretrained`.
-        CheckpointError: see `load_pretrained`.
-    """
+    """The weights of a hub folder under the names of our GPT; a `TensorSource`."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         values = read_config(folder)
         self.path = folder
-        self.config = model_config(values)
+        self.config = model_config(values)  # configuration of the model, without `start_ids`, which the tokenizer tells
         self._files = hub_files(folder, values)
         found = list(pieces(self.config, hub_family(values).model_type))
         shapes = {piece.hub_name: piece.hub_shape for piece in found}
@@ -111,9 +98,8 @@ class HubModel:
         if self.config.tie_embeddings:
             self._files.tie("model.embed_tokens.weight", "lm_head.weight")
         check_tensors(self._files, shapes)
-        state = GPT(
-            self.config, device="meta", dtype=dtype or hub_dtype(values, folder)
-        ).state_dict()
+        state = GPT(self.config, device="meta", dtype=dtype or hub_dtype(values, folder)).state_dict()
+        # shapes and types of the tensors of our GPT
         self.tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
         self._pieces: dict[str, list[Piece]] = {name: [] for name in state}
         for piece in found:
@@ -136,7 +122,8 @@ class HubModel:
             self._files.copy(piece.hub_name, at, view, dtype=dtype)
 
     def stored_fp8(self, name: str, expert: int) -> tuple[Tensor, Tensor] | None:
-        """An expert's values and FP32 scales as the files have them; None: not in FP8, or not in blocks of 128 by 128."""
+        """An expert's values and FP32 scales as the files have them; None: not in FP8, or not in blocks of 128 by
+        128."""
         files = self._files
         if not isinstance(files, Fp8Files) or not files.has_square_blocks:
             return None
@@ -151,12 +138,7 @@ class HubModel:
 
 
 def _there(piece: Piece, within: Box) -> tuple[Box, list[int]]:
-    """Box of a part of a piece in the hub's tensor, and the part's sizes in our order.
-
-    Args:
-        piece: the piece, whose boxes differ only in dimensions of size one.
-        within: the part, counted from the start of the piece.
-    """
+    """Box of a part of a piece in the hub's tensor, and the part's sizes in our order."""
     ours = [range(at.start, at.stop) for at in piece.ours_at]
     lead, last = list(piece.hub_at), []
     if piece.is_turned:
@@ -207,7 +189,8 @@ def _leave_out_ahead(files: HubFiles, values: dict[str, Any]) -> None:
 
 
 def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
-    """Name prefixes of layers for multi-token prediction, which follow the model's last; transformers drops them, too."""
+    """Name prefixes of layers for multi-token prediction, which follow the model's last; transformers drops them,
+    too."""
     # transformers 5 has two names for it, and one such layer where a config.json says nothing
     named = [values[n] for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in values]
     last, more = values["num_hidden_layers"], (named[0] or 0) if named else 1
@@ -215,15 +198,7 @@ def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
-    """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one.
-
-    Args:
-        folder: the folder.
-        is_quantized: whether its weights may be quantised.
-
-    Raises:
-        ConfigError: there is no such folder or file, or the weights are quantised.
-    """
+    """The values of a folder's config.json, with `eos_token_id` from generation_config.json if it has one."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder)}"
@@ -236,7 +211,8 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
         and not is_widened(values)
     ):
         raise ConfigError(
-            f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing else; "
+            f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing "
+            "else; "
             "give the model in float32, bfloat16 or float16"
         )
     if (folder / "generation_config.json").is_file():
@@ -255,25 +231,16 @@ def is_hub_folder(folder: Path) -> bool:
     return isinstance(values, dict) and "model_type" in values
 
 
-def hub_run_config(
-    folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False
-) -> GPTRunConfig:
-    """The configuration of a run with the model of a hub folder, other options at their defaults.
-
-    Args:
-        folder: see `load_pretrained`.
-        run_dir: directory of the run; None: the folder.
-        is_quantized: whether its weights may be quantised.
-
-    Raises:
-        ConfigError: see `load_pretrained`.
-    """
+def hub_run_config(folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False) -> GPTRunConfig:
+    """The configuration of a run with the model of a hub folder, other options at their defaults."""
     values = read_config(folder, is_quantized=is_quantized)
     model = model_config(values, start_ids=hub_start(folder))
     if model.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document; "
-            "add tokens with transformers' resize_token_embeddings, or load it in Python by expertmesh.integrations.hub.load_pretrained"
+            f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end "
+            "of a document; "
+            "add tokens with transformers' resize_token_embeddings, or load it in Python by "
+            "expertmesh.integrations.hub.load_pretrained"
         )
     return GPTRunConfig.model_validate(
         {
@@ -285,18 +252,15 @@ def hub_run_config(
 
 
 def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """The type of a checkpoint's weights in config.json; if it has none, the type of most elements.
-
-    Raises:
-        ConfigError: config.json has a type other than float32, bfloat16, float16 and float64.
-    """
+    """The type of a checkpoint's weights in config.json; if it has none, the type of most elements."""
     name = values.get("dtype") or values.get("torch_dtype")
     if name is None:
         return HubFiles(folder).usual_dtype()
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if dtype not in READABLE:
         raise ConfigError(
-            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert the weights"
+            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert "
+            "the weights"
         )
     result: torch.dtype = dtype
     return result

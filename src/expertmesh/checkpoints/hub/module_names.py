@@ -1,7 +1,7 @@
 """Renaming of tensors from transformers' module names (`save_original_format=False`) to the names in the hub's files.
 
-A layer's experts are two tensors there: `experts.gate_up_proj` (E, 2 F, D), gate before up, and `experts.down_proj` (E, D, F).
-An expert's matrix is one range of bytes of them, so that no value is moved.
+A layer's experts are two tensors there: `experts.gate_up_proj` (E, 2 F, D), gate before up, and `experts.down_proj` (E,
+D, F). An expert's matrix is one range of bytes of them, so that no value is moved.
 """
 
 import math
@@ -18,15 +18,7 @@ _BRANCHES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 
 def under_hub_names(entries: Mapping[str, Entry], family: HubFamily) -> dict[str, Entry]:
-    """The entries of files under the names of a family's files.
-
-    Args:
-        entries: entries by their names in the files.
-        family: the architecture; one whose files have one tensor for all experts keeps it.
-
-    Raises:
-        CheckpointError: two tensors stand for one.
-    """
+    """The entries of files under the names of a family's files."""
     found: dict[str, tuple[str, Entry]] = {}
     for name, entry in entries.items():
         match = None if family.experts else _FUSED.fullmatch(name)
@@ -35,7 +27,8 @@ def under_hub_names(entries: Mapping[str, Entry], family: HubFamily) -> dict[str
             hub_name = family.hub_name(one)
             if hub_name in found:
                 raise CheckpointError(
-                    f"{entry.path.parent}: has both {found[hub_name][0]} and {name} for one tensor of the model; take one of them away"
+                    f"{entry.path.parent}: has both {found[hub_name][0]} and {name} for one tensor of the model; take "
+                    "one of them away"
                 )
             found[hub_name] = name, part
     return {hub_name: part for hub_name, (_, part) in found.items()}

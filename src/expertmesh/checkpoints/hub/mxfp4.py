@@ -16,15 +16,7 @@ from expertmesh.ops.quantized.mxfp4 import BLOCK, widened
 
 
 class Mxfp4Files(HubFiles):
-    """The tensors of a folder by name, blocks and scales as one BF16 matrix.
-
-    Args:
-        folder: see `HubFiles`.
-
-    Raises:
-        ConfigError: see `HubFiles`.
-        CheckpointError: see `HubFiles`; or blocks and scales do not fit each other, or a matrix is there twice.
-    """
+    """The tensors of a folder by name, blocks and scales as one BF16 matrix."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -35,7 +27,8 @@ class Mxfp4Files(HubFiles):
             blocks = self.entries.pop(name)
             if scales is None or not _fit(blocks, scales):
                 raise CheckpointError(
-                    f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the files from the hub"
+                    f"{folder}: {name} has no {matrix}_scales of uint8, one per 32 numbers, beside it; restore the "
+                    "files from the hub"
                 )
             if matrix in self.entries:
                 raise CheckpointError(
@@ -64,8 +57,4 @@ class Mxfp4Files(HubFiles):
 
 def _fit(blocks: Entry, scales: Entry) -> bool:
     types = {blocks.dtype, scales.dtype}
-    return (
-        types == {torch.uint8}
-        and len(blocks.shape) == 4
-        and blocks.shape == (*scales.shape, BLOCK // 2)
-    )
+    return types == {torch.uint8} and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, BLOCK // 2)

@@ -20,14 +20,7 @@ def rope(v: Values) -> Values:
 
 
 def mixture(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
-    """Options of our `moe` that all architectures have.
-
-    Args:
-        v: the values of config.json.
-        experts: option with the number of experts in older files; transformers 5 writes `num_local_experts` for all families.
-        hidden: option with their hidden size.
-        normalizes: whether a token's weights sum to one.
-    """
+    """Options of our `moe` that all architectures have."""
     return {
         "num_experts": (v[experts] if experts in v else v["num_local_experts"],),
         "top_k": v["num_experts_per_tok"],
@@ -50,10 +43,6 @@ def normalizes(moe: MoEConfig) -> bool:
 def loss_coefficient(moe: LayerChoices, num_layers: int) -> float:
     """transformers' `router_aux_loss_coef` from the weight of our balance loss; see `configs.model_config`.
 
-    Args:
-        moe: options of each layer with experts.
-        num_layers: number of layers with experts.
-
     Returns:
         0 for "none", and for "importance_load", which no weight makes transformers' loss.
     """
@@ -71,12 +60,7 @@ _NOT_OF_THE_HUB = (
 
 
 def training_only(moe: LayerChoices, *, has_balance_loss: bool) -> list[str]:
-    """Options in use that count in training only and that no config.json of the hub has, as `name=value`.
-
-    Args:
-        moe: options of each layer with experts.
-        has_balance_loss: whether the architecture reads `router_aux_loss_coef`.
-    """
+    """Options in use that count in training only and that no config.json of the hub has, as `name=value`."""
     fields = LayerChoices.model_fields
     found = [name for name in _NOT_OF_THE_HUB if getattr(moe, name) != fields[name].default]
     if moe.balance_loss not in ("switch", "none"):
@@ -98,7 +82,8 @@ SIGMOID: dict[str, Fits] = {
 
 
 def sigmoid_mixture(v: Values) -> dict[str, Any]:
-    """Our options of DeepSeek-V3's layers: dense first ones; sigmoid scores, balancing bias, groups by their two best, shared experts."""
+    """Our options of DeepSeek-V3's layers: dense first ones; sigmoid scores, balancing bias, groups by their two best,
+    shared experts."""
     moe = mixture(v, "n_routed_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"])
     moe |= {
         "score_function": "sigmoid",
@@ -199,11 +184,7 @@ def write_qwen(c: ModelConfig) -> dict[str, Any]:
 
 
 def _first_dense(v: Values) -> int:
-    """`first_dense_layers` that is equivalent to `mlp_only_layers`.
-
-    Raises:
-        ConfigError: there is no such number.
-    """
+    """`first_dense_layers` that is equivalent to `mlp_only_layers`."""
     without, step = v.get("mlp_only_layers") or [], v["decoder_sparse_step"]
     if not without or not isinstance(step, int) or step < 1:
         return 0
@@ -223,16 +204,7 @@ def layer_types(num_layers: int, every: int | None) -> list[str]:
 
 
 def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
-    """`sliding_window` and `full_attention_every` that make the given kinds of attention.
-
-    Args:
-        v: the values of config.json.
-        kinds: kind of attention of each layer.
-        window: tokens that layers of sliding attention attend to; None: all.
-
-    Raises:
-        ConfigError: full attention is not in every n-th layer.
-    """
+    """`sliding_window` and `full_attention_every` that make the given kinds of attention."""
     layers = v["num_hidden_layers"]
     if window is None or list(kinds) == layer_types(layers, 1):
         return {}
@@ -240,7 +212,8 @@ def windows(v: Values, kinds: Sequence[str], window: Any) -> dict[str, Any]:
         if list(kinds) == layer_types(layers, every):
             return {"sliding_window": window, "full_attention_every": every}
     raise ConfigError(
-        f"layer_types={list(kinds)!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of {layers}; use another model"
+        f"layer_types={list(kinds)!r}: a GPT of expertmesh has windows in all layers, or in all but every n-th of "
+        f"{layers}; use another model"
     )
 
 

@@ -13,21 +13,13 @@ from expertmesh.checkpoints.safetensors import HubFiles, quant_method
 
 
 def is_widened(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json has a quantisation that is widened on reading; others stay quantised in memory, or are refused."""
+    """Whether a config.json has a quantisation that is widened on reading; others stay quantised in memory, or are
+    refused."""
     return quant_method(values) in ("fp8", "mxfp4")
 
 
 def hub_files(folder: Path, values: Mapping[str, Any]) -> HubFiles:
-    """The tensors of a folder by name, FP8 and MXFP4 widened.
-
-    Args:
-        folder: see `HubFiles`.
-        values: the values of its config.json.
-
-    Raises:
-        ConfigError: see `HubFiles` and `Fp8Files`.
-        CheckpointError: see `HubFiles` and `Mxfp4Files`.
-    """
+    """The tensors of a folder by name, FP8 and MXFP4 widened."""
     method = quant_method(values)
     renamed = partial(under_hub_names, family=hub_family(values))
     if method == "fp8":

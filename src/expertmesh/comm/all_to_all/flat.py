@@ -21,15 +21,10 @@ from expertmesh.config.dispatch_options import DispatchDtype
 
 @dataclass(frozen=True)
 class Counts:
-    """Row counts that this rank sends to and receives from each rank of a group.
+    """Row counts that this rank sends to and receives from each rank of a group."""
 
-    Attributes:
-        send: rows to each rank.
-        receive: rows from each rank.
-    """
-
-    send: list[int]
-    receive: list[int]
+    send: list[int]  # rows to each rank
+    receive: list[int]  # rows from each rank
 
     def mirrored(self) -> "Counts":
         """Counts of the return path: send and receive exchanged."""
@@ -41,15 +36,11 @@ class AsyncCounts:
 
     Args:
         counts_PC: (n, C) int64, row i for the group's i-th rank; columns are independent counts.
-        group: the group of n ranks.
-        where: layer and purpose, for the byte counter and for errors.
     """
 
     def __init__(self, counts_PC: Tensor, group: RankGroup, *, where: str) -> None:
         self._sent_PC = counts_PC.contiguous()
-        self._received_PC, self._pending = start_all_to_all(
-            self._sent_PC, None, None, group, where=f"{where}, counts"
-        )
+        self._received_PC, self._pending = start_all_to_all(self._sent_PC, None, None, group, where=f"{where}, counts")
         self._counts: list[Counts] | None = None
         self._numbers: Callable[[], list[Any]] | None = None
         if self._sent_PC.is_cuda and self._pending is not None:
@@ -63,11 +54,7 @@ class AsyncCounts:
         return on_host(torch.stack((self._sent_PC.t(), self._received_PC.t())))
 
     def finish(self) -> list[Counts]:
-        """Return the counts of each column on the host; the first call waits for the ranks.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Return the counts of each column on the host; the first call waits for the ranks."""
         if self._counts is None:
             both_2CP = (self._numbers or self._begin_to_copy())()
             self._counts = [Counts(*column) for column in zip(*both_2CP, strict=True)]
@@ -75,21 +62,14 @@ class AsyncCounts:
 
 
 def start_all_to_all(
-    x_RD: Tensor,
-    send: Sequence[int] | None,
-    receive: Sequence[int] | None,
-    group: RankGroup,
+    x_RD: Tensor,  # (sum of send, ...) rows, grouped by destination in the order of the group's ranks
+    send: Sequence[int] | None,  # number of rows for each rank; None: equal numbers to and from all ranks
+    receive: Sequence[int] | None,  # number of rows from each rank, or None
+    group: RankGroup,  # the ranks that take part
     *,
-    where: str,
+    where: str,  # layer and purpose, for the byte counter and for errors
 ) -> tuple[Tensor, Pending | None]:
     """Start an all-to-all of rows; not seen by autograd.
-
-    Args:
-        x_RD: (sum of send, ...) rows, grouped by destination in the order of the group's ranks.
-        send: number of rows for each rank; None: equal numbers to and from all ranks.
-        receive: number of rows from each rank, or None.
-        group: the ranks that take part.
-        where: layer and purpose, for the byte counter and for errors.
 
     Returns:
         (sum of receive, ...) rows grouped by source rank, and the handle to wait for.
@@ -118,7 +98,8 @@ def start_all_to_all(
 
 
 class _Messages:
-    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any send.
+    """All-to-all as point-to-point messages between pairs of ranks that have rows; all receives are posted before any
+    send.
 
     Gloo's own all-to-all posts the receive from a rank after the send to it. If one rank of a pair is early, the
     other's rows wait until the early rank's rows have arrived, so the two directions of a link are used one after the
@@ -141,18 +122,12 @@ class _Messages:
             if into[other].numel()
         ]
         self._works += [
-            dist.isend(rows[other], group=process_group, group_dst=other)
-            for other in others
-            if rows[other].numel()
+            dist.isend(rows[other], group=process_group, group_dst=other) for other in others if rows[other].numel()
         ]
         into[here].copy_(rows[here])
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RuntimeError: a rank is gone or late.
-        """
+        """Wait for all messages."""
         for work in self._works:
             if work is not None:
                 work.wait()

@@ -41,21 +41,13 @@ class GateOptions(SimpleNamespace):
 
 
 class DeepSpeedLayer(MoELayer):
-    """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them.
+    """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them."""
 
-    Attributes:
-        gate: its options and linear map.
-        l_aux: balance loss of the last call.
-        exp_counts: (E,) choices per expert in the last call, before dropping.
-        ep_size: ranks that share one replica of the experts.
-        num_local_experts: experts of a rank.
-    """
-
-    gate: GateOptions
-    ep_size: int
-    num_local_experts: int
-    l_aux: Tensor | None = None
-    exp_counts: Tensor | None = None
+    gate: GateOptions  # its options and linear map
+    ep_size: int  # ranks that share one replica of the experts
+    num_local_experts: int  # experts of a rank
+    l_aux: Tensor | None = None  # balance loss of the last call
+    exp_counts: Tensor | None = None  # (E,) choices per expert in the last call, before dropping
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copying and saving, without the last call, whose loss references autograd's graph."""
@@ -328,11 +320,7 @@ def _has_engine() -> bool:
 
 
 def _share_groups(moe: MoE) -> None:
-    """Make DeepSpeed's process groups for `ep_size`, over which its engine reduces gradients of experts.
-
-    Raises:
-        ConfigError: see `MoE.set_deepspeed_parallelism`.
-    """
+    """Make DeepSpeed's process groups for `ep_size`, over which its engine reduces gradients of experts."""
     if not isinstance(moe, sys.modules["deepspeed.moe.layer"].MoE):
         raise ConfigError(
             "MoE was built before DeepSpeed was imported, which cannot find it; import deepspeed before the model is built"

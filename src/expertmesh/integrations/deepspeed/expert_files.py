@@ -24,9 +24,6 @@ def load_expert_files(folder: str | Path, tag: str | None = None) -> dict[str, T
     Returns:
         Names as in DeepSpeed, experts counted over all ranks: for `load_state_dict` on one process.
 
-    Raises:
-        ConfigError: a file is missing, or holds other things than tensors and plain values.
-
     Example:
         >>> import tempfile
         >>> moe = MoE(4, nn.Linear(4, 4), num_experts=2)
@@ -55,14 +52,6 @@ def load_expert_files(folder: str | Path, tag: str | None = None) -> dict[str, T
 
 def save_expert_files(model: nn.Module, folder: str | Path, tag: str) -> None:
     """Write a model on one process as `engine.save_checkpoint` does, without optimizer: its engine loads it on any `ep_size`.
-
-    Args:
-        model: a model with layers of this door, which are not spread over ranks.
-        folder: the folder of the checkpoints.
-        tag: name of the checkpoint, which becomes the newest.
-
-    Raises:
-        ConfigError: the experts are spread over ranks.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if Path(tag).name != tag:

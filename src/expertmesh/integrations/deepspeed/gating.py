@@ -34,30 +34,18 @@ def gumbel_rsample(shape: torch.Size | tuple[int, ...], device: torch.device) ->
 
 
 def top1gating(
-    logits: Tensor,
-    capacity_factor: float,
-    min_capacity: int,
-    used_token: Tensor | None = None,
-    noisy_gate_policy: str | None = None,
-    drop_tokens: bool = True,
-    use_rts: bool = True,
-    ep_group: Any = None,
-    sparse_routes: bool = False,
-    use_tutel: bool = False,
+    logits: Tensor,  # (S, E)
+    capacity_factor: float,  # rows per expert as a ratio of S / E
+    min_capacity: int,  # minimum rows per expert
+    used_token: Tensor | None = None,  # (S,) numbers, 0 for tokens that are not routed
+    noisy_gate_policy: str | None = None,  # "RSample": Gumbel noise on the choice
+    drop_tokens: bool = True,  # False: as many rows as the fullest expert of the ranks has
+    use_rts: bool = True,  # keep random tokens, else the first
+    ep_group: Any = None,  # ranks that agree on the rows; None: this one
+    sparse_routes: bool = False,  # which result
+    use_tutel: bool = False,  # no effect
 ) -> Routes:
     """Choose one expert per token.
-
-    Args:
-        logits: (S, E).
-        capacity_factor: rows per expert as a ratio of S / E.
-        min_capacity: minimum rows per expert.
-        used_token: (S,) numbers, 0 for tokens that are not routed.
-        noisy_gate_policy: "RSample": Gumbel noise on the choice.
-        drop_tokens: False: as many rows as the fullest expert of the ranks has.
-        use_rts: keep random tokens, else the first.
-        ep_group: ranks that agree on the rows; None: this one.
-        sparse_routes: which result.
-        use_tutel: no effect.
 
     Returns:
         The balance loss, (S, E, C) weights, (S, E, C) bool where they are not 0, and (E,) choices per expert before dropping.
@@ -90,25 +78,15 @@ def top1gating(
 
 
 def top2gating(
-    logits: Tensor,
-    capacity_factor: float,
-    min_capacity: int,
-    drop_tokens: bool = True,
-    ep_group: Any = None,
-    top2_2nd_expert_sampling: bool = True,
-    sparse_routes: bool = False,
+    logits: Tensor,  # (S, E)
+    capacity_factor: float,  # rows per expert as a ratio of 2 S / E
+    min_capacity: int,  # minimum rows per expert
+    drop_tokens: bool = True,  # False: as many rows as the fullest expert of the ranks has
+    ep_group: Any = None,  # ranks that agree on the rows; None: this one
+    top2_2nd_expert_sampling: bool = True,  # Gumbel noise on the second choice
+    sparse_routes: bool = False,  # which result
 ) -> Routes:
-    """Choose two experts per token; first choices are served before second ones. See `top1gating`.
-
-    Args:
-        logits: (S, E).
-        capacity_factor: rows per expert as a ratio of 2 S / E.
-        min_capacity: minimum rows per expert.
-        drop_tokens: False: as many rows as the fullest expert of the ranks has.
-        ep_group: ranks that agree on the rows; None: this one.
-        top2_2nd_expert_sampling: Gumbel noise on the second choice.
-        sparse_routes: which result.
-    """
+    """Choose two experts per token; first choices are served before second ones. See `top1gating`."""
     check_arguments(capacity_factor=capacity_factor, min_capacity=min_capacity)
     check_logits(logits, 2)
     num_tokens, num_experts = logits.shape
@@ -131,29 +109,19 @@ def top2gating(
 
 
 def topkgating(
-    logits: Tensor,
-    k: int,
-    capacity_factor: float,
-    min_capacity: int,
-    drop_tokens: bool = True,
-    ep_group: Any = None,
+    logits: Tensor,  # (S, E)
+    k: int,  # experts per token
+    capacity_factor: float,  # rows per expert as a ratio of k S / E
+    min_capacity: int,  # minimum rows per expert
+    drop_tokens: bool = True,  # False: as many rows as the fullest expert of the ranks has
+    ep_group: Any = None,  # ranks that agree on the rows; None: this one
     drop_policy: str = "probs",
-    sparse_routes: bool = False,
+    sparse_routes: bool = False,  # which result
 ) -> Routes:
     """Choose k experts per token. See `top1gating`.
 
     Args:
-        logits: (S, E).
-        k: experts per token.
-        capacity_factor: rows per expert as a ratio of k S / E.
-        min_capacity: minimum rows per expert.
-        drop_tokens: False: as many rows as the fullest expert of the ranks has.
-        ep_group: ranks that agree on the rows; None: this one.
         drop_policy: "probs": an expert keeps its tokens of the largest probabilities; "position": the first ones.
-        sparse_routes: which result.
-
-    Raises:
-        ConfigError: drop_policy has another value, or k is above E.
     """
     check_choice("drop_policy", drop_policy, ["probs", "position"])
     check_arguments(capacity_factor=capacity_factor, min_capacity=min_capacity)
@@ -175,19 +143,6 @@ def topkgating(
 class TopKGate(nn.Module):
     """A gate: logits of a linear map, and the choices of `top1gating`, `top2gating` or `topkgating`.
 
-    Args:
-        model_dim: size of a token (D).
-        num_experts: E.
-        k: experts per token.
-        capacity_factor: rows per expert as a ratio of the even share, in training.
-        eval_capacity_factor: that in evaluation.
-        min_capacity: minimum rows per expert.
-        noisy_gate_policy: None, "Jitter" or "RSample", in training.
-        drop_tokens: False: no capacity.
-        use_rts: random token selection for k = 1.
-        ep_group: ranks that agree on the rows; None: this one.
-        top2_2nd_expert_sampling: for k = 2, Gumbel noise on the second choice.
-
     Example:
         >>> gate = TopKGate(8, 4, k=2, min_capacity=0)
         >>> loss, weights, mask, counts = gate(torch.randn(16, 8))
@@ -195,17 +150,17 @@ class TopKGate(nn.Module):
 
     def __init__(
         self,
-        model_dim: int,
-        num_experts: int,
-        k: int = 1,
-        capacity_factor: float = 1.0,
-        eval_capacity_factor: float = 1.0,
-        min_capacity: int = 8,
-        noisy_gate_policy: str | None = None,
-        drop_tokens: bool = True,
-        use_rts: bool = True,
-        ep_group: Any = None,
-        top2_2nd_expert_sampling: bool = True,
+        model_dim: int,  # size of a token (D)
+        num_experts: int,  # E
+        k: int = 1,  # experts per token
+        capacity_factor: float = 1.0,  # rows per expert as a ratio of the even share, in training
+        eval_capacity_factor: float = 1.0,  # that in evaluation
+        min_capacity: int = 8,  # minimum rows per expert
+        noisy_gate_policy: str | None = None,  # None, "Jitter" or "RSample", in training
+        drop_tokens: bool = True,  # False: no capacity
+        use_rts: bool = True,  # random token selection for k = 1
+        ep_group: Any = None,  # ranks that agree on the rows; None: this one
+        top2_2nd_expert_sampling: bool = True,  # for k = 2, Gumbel noise on the second choice
     ) -> None:
         super().__init__()
         check_arguments(
@@ -280,27 +235,16 @@ def _normalized(weights: Tensor) -> Tensor:
 
 
 def _routes(
-    l_aux: Tensor,
-    capacity: int,
-    ids: Tensor,
-    kept: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    sparse: bool,
-    places: Tensor | None = None,
+    l_aux: Tensor,  # the balance loss
+    capacity: int,  # C
+    ids: Tensor,  # (K, S) experts
+    kept: Tensor,  # (S, E) bool, choices that are not dropped
+    weights: Tensor,  # (S, E)
+    counts: Tensor,  # (E,)
+    sparse: bool,  # which result
+    places: Tensor | None = None,  # (K, S) rows; None: in the order of tokens that are kept
 ) -> Routes:
-    """A gating function's result.
-
-    Args:
-        l_aux: the balance loss.
-        capacity: C.
-        ids: (K, S) experts.
-        kept: (S, E) bool, choices that are not dropped.
-        weights: (S, E).
-        counts: (E,).
-        sparse: which result.
-        places: (K, S) rows; None: in the order of tokens that are kept.
-    """
+    """A gating function's result."""
     is_kept = kept.T.gather(0, ids) if ids.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
     if places is None:
         places = (kept.cumsum(0) - 1).T.gather(0, ids)

@@ -51,19 +51,15 @@ def split_params_grads_into_shared_and_expert_params(
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | tuple[Group, ...] | list[Group],
-    max_group_size: int | float | None = 178956971,
+    max_group_size: int | float | None = 178956971,  # elements in a group; None: no bound
 ) -> list[Group]:
     """Move experts' parameters into groups of their own, one per expert-parallel group and number of elements.
 
     Args:
         param_groups: one group or several, each with "params" and "name"; their "params" are replaced.
-        max_group_size: elements in a group; None: no bound.
 
     Returns:
         The given groups without experts, then groups with "moe" and the expert-parallel group's name.
-
-    Raises:
-        ConfigError: a group has no "params" or no "name".
 
     Example:
         >>> moe = MoE(4, nn.Linear(4, 4), num_experts=2)
@@ -107,11 +103,7 @@ def _parts(params: list[nn.Parameter], most: float) -> Iterator[list[nn.Paramete
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Group]:
-    """Groups for an optimizer from parameters or groups; groups that have "moe" already stay.
-
-    Raises:
-        ConfigError: the list has other things than parameters or groups, or nothing.
-    """
+    """Groups for an optimizer from parameters or groups; groups that have "moe" already stay."""
     if (
         not isinstance(model_parameters, (list, tuple))
         or not model_parameters

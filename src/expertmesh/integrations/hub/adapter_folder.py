@@ -27,11 +27,7 @@ _AGREEING = 0.9
 
 
 def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
-    """Adapters of a run's checkpoint, by the names of the adapted parameters.
-
-    Raises:
-        ConfigError: it has none, or more than adapters has learned.
-    """
+    """Adapters of a run's checkpoint, by the names of the adapted parameters."""
     _, options = _base_of(checkpoint)
     learned = Checkpoint(checkpoint, prefix="model.")
     if more := [name for name in learned.tensors if not is_factor(name)]:
@@ -43,11 +39,7 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
 
 
 def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
-    """Base and options of a checkpoint's adapters.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Base and options of a checkpoint's adapters."""
     found = find_base(checkpoint)
     if found is None:
         raise ConfigError(
@@ -59,21 +51,7 @@ def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
 def write_adapter_folder(
     checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True
 ) -> int:
-    """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's.
-
-    Args:
-        checkpoint: checkpoint of a run with adapters.
-        target: folder to create.
-        layout: see `ExpertLayout`.
-        check: compare the logits of adapters, merged model and served adapters.
-
-    Returns:
-        Number of adapted parameters.
-
-    Raises:
-        ConfigError: there are no adapters, or the folder exists.
-        CheckpointError: the logits differ.
-    """
+    """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's."""
     found = adapters_of(checkpoint)
     base, _ = _base_of(checkpoint)
     model = base.config.model
@@ -97,12 +75,7 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
     """Check that a base with its adapters, merged weights, and an engine's adapters give the same logits for 64 tokens.
 
     Args:
-        checkpoint: checkpoint of a run with adapters.
-        merged: merged weights under the names of our GPT.
         served: folder of peft that the engine reads; None: it is not compared.
-
-    Raises:
-        CheckpointError: the logits differ.
     """
     found = adapters_of(checkpoint)
     base, _ = _base_of(checkpoint)

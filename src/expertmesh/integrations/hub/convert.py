@@ -34,20 +34,15 @@ from expertmesh.training.state import read_run_state
 
 
 class Converted(NamedTuple):
-    """Result of a conversion.
+    """Result of a conversion."""
 
-    Attributes:
-        path: the new folder.
-        what: description in words.
-    """
-
-    path: Path
-    what: str
+    path: Path  # the new folder
+    what: str  # description in words
 
 
 def convert(
-    source: str | Path,
-    target: str | Path,
+    source: str | Path,  # a folder saved by transformers, or a run directory or checkpoint of this package
+    target: str | Path,  # folder to create, which must not exist: a run directory for a hub source, else a hub folder
     *,
     dtype: torch.dtype | None = None,
     adapter_only: bool = False,
@@ -57,21 +52,12 @@ def convert(
     """Convert a checkpoint; the direction follows from the source.
 
     Args:
-        source: a folder saved by transformers, or a run directory or checkpoint of this package.
-        target: folder to create, which must not exist: a run directory for a hub source, else a hub folder.
         dtype: dtype of the weights; None: unchanged, except that FP64 is exported as FP32, with a warning.
         adapter_only: write a folder of peft with the adapters of a run; else they are merged into the weights.
         expert_layout: adapters of experts on transformers' tensors of all experts (fused), or on each expert's matrices
             (per-expert), for vLLM.
-        check: before a run with adapters is done, compare the logits of adapters, merged weights and, with adapter_only, adapters
-            in the engine.
-
-    Returns:
-        Path and description of the new folder.
-
-    Raises:
-        ConfigError: a path or an option of the model breaks a rule.
-        CheckpointError: a tensor of the source is missing, extra, of a wrong shape or type, or cut short; names it.
+        check: before a run with adapters is done, compare the logits of adapters, merged weights and, with
+            adapter_only, adapters in the engine.
 
     Example:
         >>> convert("models/Qwen3-30B-A3B", "runs/qwen3")

@@ -26,15 +26,7 @@ def origin_of(run_dir: Path) -> HubFamily | None:
 
 
 def export_family(config: ModelConfig, origin: HubFamily | None = None) -> HubFamily:
-    """Hub architecture for the export of a model.
-
-    Args:
-        config: configuration of the model.
-        origin: architecture from `origin_of`, which is preferred if it still fits.
-
-    Raises:
-        ConfigError: no hub architecture supports an option of the model; names the option.
-    """
+    """Hub architecture for the export of a model."""
     if origin is not None and not origin.misfits(config):
         return origin
     misfits = {family.model_type: family.misfits(config) for family in FAMILIES.values()}
@@ -51,13 +43,7 @@ def export_family(config: ModelConfig, origin: HubFamily | None = None) -> HubFa
 
 
 def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[str, Any]:
-    """Values of config.json for an exported model.
-
-    Args:
-        config: configuration of the model.
-        family: architecture from `export_family`.
-        dtype: torch's name of the dtype of the written weights.
-    """
+    """Values of config.json for an exported model."""
     rope: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
     if config.rope_scaling.factor > 1:
         scaling = config.rope_scaling

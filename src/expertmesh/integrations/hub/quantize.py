@@ -42,35 +42,21 @@ _ROWS = 512
 
 
 class Quantized(NamedTuple):
-    """Result of a quantization.
+    """Result of a quantization."""
 
-    Attributes:
-        path: the new folder.
-        what: description in words.
-        report: contents of its `quantization.json`.
-    """
-
-    path: Path
-    what: str
-    report: dict[str, Any]
+    path: Path  # the new folder
+    what: str  # description in words
+    report: dict[str, Any]  # contents of its `quantization.json`
 
 
 class _Plan(NamedTuple):
-    """Tensors to write, and their quantization.
+    """Tensors to write, and their quantization."""
 
-    Attributes:
-        scheme: scheme of the quantized matrices.
-        by_ours: pieces of each of our tensors.
-        rounds: names of the output matrices that are quantized.
-        dtype: dtype of all other tensors and of the scales.
-        importance: weight of an error in each column of w_in and w_out, (E, K) or (E, K, K) by our names; empty: equal
-            weights.
-    """
-
-    scheme: Scheme
-    by_ours: list[tuple[str, list[Piece]]]
-    rounds: frozenset[str]
-    dtype: torch.dtype
+    scheme: Scheme  # scheme of the quantized matrices
+    by_ours: list[tuple[str, list[Piece]]]  # pieces of each of our tensors
+    rounds: frozenset[str]  # names of the output matrices that are quantized
+    dtype: torch.dtype  # dtype of all other tensors and of the scales
+    # weight of an error in each column of w_in and w_out, (E, K) or (E, K, K) by our names; empty: equal weights
     importance: Mapping[str, Tensor]
 
     def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[FileTensor]:
@@ -85,12 +71,12 @@ class _Plan(NamedTuple):
 
 
 def quantize(
-    source: str | Path,
-    target: str | Path,
+    source: str | Path,  # a run directory, whose newest good checkpoint is used, or a folder saved by transformers
+    target: str | Path,  # folder to create; it must not exist
     *,
-    format: Format,
-    group_size: int | None = None,
-    layers: str = "experts",
+    format: Format,  # int8 (a scale per row), int4 (one per group of a row) or fp8 (one per block of 128 by 128)
+    group_size: int | None = None,  # columns of a group of int4: 32, 64 or 128; None: 64. Other formats have no groups.
+    layers: str = "experts",  # "experts", or "all", which adds the matrices of attention and dense MLPs
     dtype: torch.dtype | None = None,
     calibration: str | Path | None = None,
     calibration_bytes: int = MOST_BYTES,
@@ -99,11 +85,6 @@ def quantize(
     """Quantize a model.
 
     Args:
-        source: a run directory, whose newest good checkpoint is used, or a folder saved by transformers.
-        target: folder to create; it must not exist.
-        format: int8 (a scale per row), int4 (one per group of a row) or fp8 (one per block of 128 by 128).
-        group_size: columns of a group of int4: 32, 64 or 128; None: 64. Other formats have no groups.
-        layers: "experts", or "all", which adds the matrices of attention and dense MLPs.
         dtype: dtype of all other tensors, of the scales and of matmuls; None: a hub folder's dtype, or a run's compute
             dtype.
         calibration: text file that is typical of the model's input; int4 and int8 scales then minimise the error of the
@@ -114,10 +95,6 @@ def quantize(
 
     Returns:
         Path, description and report of the new folder.
-
-    Raises:
-        ConfigError: a path breaks a rule, an option has no effect, or a size of the model does not fit the format.
-        CheckpointError: the source is damaged.
 
     Example:
         >>> quantize("runs/gpt-moe-demo", "models/demo-int8", format="int8")

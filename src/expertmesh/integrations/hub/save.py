@@ -33,33 +33,20 @@ _log = logging.getLogger("expertmesh.integrations")
 
 
 def save_pretrained(
-    checkpoint: Path,
-    run_dir: Path,
-    config: GPTRunConfig,
-    folder: Path,
+    checkpoint: Path,  # checkpoint of any number of ranks
+    run_dir: Path,  # run directory with tokenizer.json, and a hub model's other files if the model came from the hub
+    config: GPTRunConfig,  # configuration of the run
+    folder: Path,  # folder to create; it must not exist. Missing parent folders are created.
     *,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,  # maximum bytes of a file
+    check: bool = True,  # compare the logits of merged and of unmerged adapters, of a run that has some
 ) -> HubFamily:
     """Write a checkpoint in the format of transformers, vLLM and SGLang; the folder appears only when it is complete.
 
     Args:
-        checkpoint: checkpoint of any number of ranks.
-        run_dir: run directory with tokenizer.json, and a hub model's other files if the model came from the hub.
-        config: configuration of the run.
-        folder: folder to create; it must not exist. Missing parent folders are created.
         dtype: dtype of the weights; None: the experts' dtype in the checkpoint, with FP64 written as FP32, because no
             other program computes in FP64.
-        shard_bytes: maximum bytes of a file.
-        check: compare the logits of merged and of unmerged adapters, of a run that has some.
-
-    Returns:
-        The architecture of the written model.
-
-    Raises:
-        ConfigError: an option has no counterpart in hub architectures, or the folder exists.
-        CheckpointError: logits of merged and of unmerged adapters differ.
     """
     family = export_family(config.model, origin_of(run_dir))
     new_folder("to", folder)
@@ -121,13 +108,7 @@ def _values(
 
 
 def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Tensor:
-    """Output tensor assembled from parts of one of our tensors.
-
-    Args:
-        target: the output tensor.
-        several: pieces of our tensor, for this target and perhaps for others.
-        tensor: our tensor.
-    """
+    """Output tensor assembled from parts of one of our tensors."""
     found = torch.empty(target.shape, dtype=target.dtype)
     for piece in several:
         if piece.hub_name == target.name:

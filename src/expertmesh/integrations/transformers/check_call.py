@@ -59,11 +59,7 @@ def check_call(
     return_dict: Any,
     unused: Mapping[str, Any],
 ) -> None:
-    """Check the arguments of `ExpertMeshForCausalLM.forward`, whose docstring has their meanings.
-
-    Raises:
-        ConfigError: an argument has a wrong shape, dtype, device or range, or conflicts with another.
-    """
+    """Check the arguments of `ExpertMeshForCausalLM.forward`, whose docstring has their meanings."""
     if return_dict is False:
         raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
     for name, value in unused.items():

@@ -55,23 +55,14 @@ class _Layers:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a model, by the names that the engine reads.
+    """Sizes of a model, by the names that the engine reads."""
 
-    Attributes:
-        vocab_size: rows of the embedding.
-        max_seq_len: maximum sequence length.
-        num_layers: number of attention layers.
-        cache_heads: number of key heads.
-        cache_size: size of a key head.
-        experts: number of experts of each layer that our operators compute.
-    """
-
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    cache_heads: int
-    cache_size: int
-    experts: tuple[int, ...]
+    vocab_size: int  # rows of the embedding
+    max_seq_len: int  # maximum sequence length
+    num_layers: int  # number of attention layers
+    cache_heads: int  # number of key heads
+    cache_size: int  # size of a key head
+    experts: tuple[int, ...]  # number of experts of each layer that our operators compute
     is_latent: bool = False
     batch_invariant: bool = False
     moe: _Layers = field(default_factory=_Layers)
@@ -100,15 +91,6 @@ class _Output(NamedTuple):
 class TransformersDecoder(nn.Module):
     """Causal model of transformers with the part of our GPT's interface that the engine uses.
 
-    Args:
-        model: a loaded model; it is set to evaluation mode, and its attention and experts are switched to ours.
-        end_ids: end-of-text tokens.
-        start_ids: tokens before a prompt; None: the tokenizer's.
-        max_len: maximum tokens of a sequence; None: the model's.
-
-    Raises:
-        ConfigError: the model cannot be served, with the reason.
-
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("models/granite-3.0-1b-a400m-base")
         >>> engine = em.Engine(TransformersDecoder(model))
@@ -116,11 +98,11 @@ class TransformersDecoder(nn.Module):
 
     def __init__(
         self,
-        model: Any,
+        model: Any,  # a loaded model; it is set to evaluation mode, and its attention and experts are switched to ours
         *,
-        end_ids: tuple[int, ...] = (),
-        start_ids: tuple[int, ...] | None = None,
-        max_len: int | None = None,
+        end_ids: tuple[int, ...] = (),  # end-of-text tokens
+        start_ids: tuple[int, ...] | None = None,  # tokens before a prompt; None: the tokenizer's
+        max_len: int | None = None,  # maximum tokens of a sequence; None: the model's
     ) -> None:
         super().__init__()
         register_attention()
@@ -181,21 +163,14 @@ class TransformersDecoder(nn.Module):
 
     def forward(
         self,
-        ids_T: Tensor,
+        ids_T: Tensor,  # (T,) int64 flat tokens of any sequences
         *,
-        context: AttentionContext,
-        logit_rows_R: Tensor,
-        capacity_factor: float | None = None,
-        losses: bool = False,
+        context: AttentionContext,  # attention context with their block tables
+        logit_rows_R: Tensor,  # (R,) int64 indices of the tokens that get logits
+        capacity_factor: float | None = None,  # no effect: transformers' models are dropless
+        losses: bool = False,  # no effect
     ) -> _Output:
         """Logits of selected tokens of a step.
-
-        Args:
-            ids_T: (T,) int64 flat tokens of any sequences.
-            context: attention context with their block tables.
-            logit_rows_R: (R,) int64 indices of the tokens that get logits.
-            capacity_factor: no effect: transformers' models are dropless.
-            losses: no effect.
 
         Returns:
             Logits (R, V), and the chosen experts of every layer that our operators compute.
@@ -322,11 +297,7 @@ def _refuse_other_state(model: Any) -> None:
 
 
 def _longest(name: str, config: Any, max_len: int | None) -> int | None:
-    """Maximum tokens of a sequence; None: the model has none, and none is given.
-
-    Raises:
-        ConfigError: `max_len` is above it, or rotary positions of a sequence would depend on what else is in a step.
-    """
+    """Maximum tokens of a sequence; None: the model has none, and none is given."""
     known = [getattr(config, option, None) for option in _LENGTHS]
     own: int | None = next((n for n in known if isinstance(n, int) and n > 0), None)
     if max_len is not None:
@@ -370,26 +341,14 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def open_decoder(
-    folder: str | Path,
+    folder: str | Path,  # folder with config.json, safetensors files and tokenizer.json
     *,
-    device: str | None,
-    dtype: torch.dtype | None,
-    max_len: int | None = None,
+    device: str | None,  # auto, cpu, cuda or cuda:N; None: auto
+    dtype: torch.dtype | None,  # dtype of the weights; None: the files'
+    max_len: int | None = None,  # maximum tokens of a sequence; None: the model's
 ) -> tuple[TransformersDecoder, TextFormat]:
     """Open a folder saved by transformers with transformers' own class; nothing is downloaded, and no code of the
-    folder runs.
-
-    Args:
-        folder: folder with config.json, safetensors files and tokenizer.json.
-        device: auto, cpu, cuda or cuda:N; None: auto.
-        dtype: dtype of the weights; None: the files'.
-        max_len: maximum tokens of a sequence; None: the model's.
-
-    Raises:
-        ConfigError: the folder does not exist, transformers does not know the architecture, or the model cannot be
-            served.
-        CheckpointError: the tokenizer is missing or damaged.
-    """
+    folder runs."""
     path = expanded(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json; give a folder as transformers saves one")

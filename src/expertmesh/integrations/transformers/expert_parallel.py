@@ -21,11 +21,6 @@ class ExpertMeshEP(EPImplementation):
 
     transformers' own all-to-all sends one copy per choice. Ranks of a tensor-parallel group have the same batch, and
     each sends its part of it.
-
-    Args:
-        experts: module with this rank's experts.
-        ep_mesh: ranks over which the experts are sharded.
-        tp_mesh: ranks with the same batch.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -46,13 +41,7 @@ class ExpertMeshEP(EPImplementation):
         )
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of all ranks for (T, D) tokens of this rank -> (T, D).
-
-        Args:
-            hidden_states: (T, D).
-            top_k_index: (T, K) ids of all experts.
-            top_k_weights: (T, K).
-        """
+        """Compute the experts of all ranks for (T, D) tokens of this rank -> (T, D)."""
         whole: Any = hidden_states
         parts = hidden_states, top_k_index, top_k_weights
         if self.tp_mesh.size() > 1:

@@ -78,19 +78,12 @@ class ExpertMeshConfig(PreTrainedConfig):
 
 @dataclass
 class ExpertMeshOutput(ModelOutput):
-    """Output of a forward pass.
+    """Output of a forward pass."""
 
-    Attributes:
-        loss: scalar, with labels only: cross-entropy, in training plus the routing losses.
-        logits: (B, S, V), or of the last positions only.
-        past_key_values: the KV cache, if requested.
-        aux_loss: scalar, weighted balance and z-losses of all layers; None for a dense model.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: Cache | None = None
-    aux_loss: Tensor | None = None
+    loss: Tensor | None = None  # scalar, with labels only: cross-entropy, in training plus the routing losses
+    logits: Tensor | None = None  # (B, S, V), or of the last positions only
+    past_key_values: Cache | None = None  # the KV cache, if requested
+    aux_loss: Tensor | None = None  # scalar, weighted balance and z-losses of all layers; None for a dense model
 
 
 _ALIGNED_BYTES = 64

@@ -11,7 +11,6 @@ class SequencesOf:
     """`expertmesh.models.attention.LayerCache` on a growing cache of transformers.
 
     Args:
-        cache: cache of the preceding tokens, to which new ones are appended.
         token_mask_BK: (B, keys) bool over preceding and new tokens, False for padding; None: no padding.
     """
 
@@ -19,13 +18,7 @@ class SequencesOf:
         self._cache, self._token_mask_BK = cache, token_mask_BK
 
     def begin(self, num_new: int, *, device: torch.device, counts_padding: bool) -> DenseContext:
-        """Attention context of new tokens.
-
-        Args:
-            num_new: number of new tokens per sequence.
-            device: device of the new tokens.
-            counts_padding: see `DenseContext.of`.
-        """
+        """Attention context of new tokens."""
         past = self._cache.get_seq_length()
         mask_BK = self._token_mask_BK
         return DenseContext.of(

@@ -76,11 +76,7 @@ def _while_lent(wrapper: Any, experts: nn.Module, active_adapters: list[str]) ->
 
 
 def _refuse_stacks(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise a clear error before peft wraps a `GroupedExperts` stack with more axes than peft supports.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
+    """Raise a clear error before peft wraps a `GroupedExperts` stack with more axes than peft supports."""
     if type(wrapper).__name__ != _WRAPPER or not isinstance(module, GroupedExperts):
         return
     parameter: str = getattr(wrapper, "parameter_name", "")

@@ -94,11 +94,7 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def _refuse_fp8(experts: Any, *args: Tensor, **kwargs: Any) -> Tensor:
-    """Experts implementation for FP8 weights, which are not supported.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Experts implementation for FP8 weights, which are not supported."""
     raise ConfigError(
         f"experts_implementation={NAME!r}: this model's experts have FP8 weights, and expertmesh takes float32, bfloat16 and "
         "float16; load it with dequantised weights, or use another implementation"

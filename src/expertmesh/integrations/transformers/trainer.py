@@ -31,11 +31,7 @@ class BalanceExperts(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Start to count choices per expert.
-
-        Raises:
-            ConfigError: there are several ranks, which would count separately, or no layer has a balancing bias.
-        """
+        """Start to count choices per expert."""
         if args.world_size > 1:
             raise ConfigError(
                 f"BalanceExperts: {args.world_size} ranks would each count for themselves; use {command('train')}, or "

@@ -23,31 +23,20 @@ from expertmesh.parallel.experts.owned import OwnedParameter
 
 class CustomLayer(nn.Module):
     """Gates and experts in Tutel's protocol: `gate(x)` gives logits, `experts(rows, layer)` maps (n, C, *token) rows.
-
-    Args:
-        gates: Tutel's `gate_type` dictionaries.
-        experts: Tutel's `experts` dictionary, without the number of experts.
-        model_dim: D.
-        num_global_experts: E.
-        num_local_experts: experts of this rank.
-        sharded_count: ranks that share an expert.
-        group: the ranks; None: all.
-        seeds: as in `MOELayer`.
-        options: is_postscore, batch_prioritized_routing, normalize_gate, is_gshard_loss.
     """
 
     def __init__(
         self,
-        gates: Sequence[Mapping[str, Any]],
-        experts: Mapping[str, Any],
+        gates: Sequence[Mapping[str, Any]],  # Tutel's `gate_type` dictionaries
+        experts: Mapping[str, Any],  # Tutel's `experts` dictionary, without the number of experts
         *,
-        model_dim: int,
-        num_global_experts: int,
-        num_local_experts: int,
-        sharded_count: int,
-        group: Any,
-        seeds: tuple[int | None, ...],
-        options: Mapping[str, bool],
+        model_dim: int,  # D
+        num_global_experts: int,  # E
+        num_local_experts: int,  # experts of this rank
+        sharded_count: int,  # ranks that share an expert
+        group: Any,  # the ranks; None: all
+        seeds: tuple[int | None, ...],  # as in `MOELayer`
+        options: Mapping[str, bool],  # is_postscore, batch_prioritized_routing, normalize_gate, is_gshard_loss
     ) -> None:
         super().__init__()
         self.model_dim, self.num_global_experts = model_dim, num_global_experts

@@ -68,29 +68,20 @@ class MOELayer(nn.Module):
 
     Args:
         gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}, or
-            {"type": "custom", "module": class, ...} with the class's arguments, or a list of these. k above E is E. capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless;
-            below 0: at most that ratio.
-        model_dim: size of a token (D).
+            {"type": "custom", "module": class, ...} with the class's arguments, or a list of these. k above E is E.
+            capacity_factor above 0: rows per expert as a ratio of the even share; 0: dropless; below 0: at most that
+            ratio.
         experts: {"type": "ffn" or "llama_ffn", "num_experts_per_device", "hidden_size_per_expert", "activation_fn",
-            "has_fc1_bias", "has_fc2_bias", "output_dim"}, or {"type": "custom", "module": class, ...}; a negative number of experts per device is the number of devices per expert.
+            "has_fc1_bias", "has_fc2_bias", "output_dim"}, or {"type": "custom", "module": class, ...}; a negative
+            number of experts per device is the number of devices per expert.
         scan_expert_func: called with the name and the parameter of each expert weight, which has the attribute
             `_tutel_expert`.
         result_func: applied to the output, whose attribute `l_aux` is the balance loss.
-        group: process group that shares the experts; None: torch's default group.
         seeds: up to three numbers: of the gate's weights, of this rank's experts (of type "ffn", of which a device has
-            whole ones, and "custom"), and the one passed to `torch.manual_seed` afterwards. Weights are those that Tutel
-            draws.
+            whole ones, and "custom"), and the one passed to `torch.manual_seed` afterwards. Weights are those that
+            Tutel draws.
         a2a_ffn_overlap_degree: parts that tokens travel in between ranks, while experts compute on another part.
-        is_postscore: whether routing weights multiply the experts' outputs; False: their inputs.
-        batch_prioritized_routing: tokens with the largest weights are served first.
-        normalize_gate: for k > 1, routing weights sum to one.
         is_gshard_loss: the balance loss of GShard (first choices); False: importance and load, which needs gate_noise.
-        parallel_type: "adaptive:r", "data", "model" or "auto": the starting `adaptive_r`.
-        use_2dh: the all-to-all in two steps, between nodes first.
-        **deprecated: `pad_samples`, which has no effect.
-
-    Raises:
-        ConfigError: an argument breaks a rule, or has no counterpart.
 
     Example:
         >>> layer = moe_layer(
@@ -105,20 +96,20 @@ class MOELayer(nn.Module):
     def __init__(
         self,
         gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str,
-        model_dim: int,
+        model_dim: int,  # size of a token (D)
         experts: Mapping[str, Any] | None = None,
         scan_expert_func: Callable[[str, nn.Parameter], None] | None = None,
         result_func: Callable[[Tensor], Tensor] | None = None,
-        group: Any = None,
+        group: Any = None,  # process group that shares the experts; None: torch's default group
         seeds: tuple[int | None, ...] | None = None,
         a2a_ffn_overlap_degree: int = 1,
-        is_postscore: bool = True,
-        batch_prioritized_routing: bool = False,
-        normalize_gate: bool = True,
+        is_postscore: bool = True,  # whether routing weights multiply the experts' outputs; False: their inputs
+        batch_prioritized_routing: bool = False,  # tokens with the largest weights are served first
+        normalize_gate: bool = True,  # for k > 1, routing weights sum to one
         is_gshard_loss: bool = True,
-        parallel_type: str = "adaptive:1",
-        use_2dh: bool = False,
-        **deprecated: Any,
+        parallel_type: str = "adaptive:1",  # "adaptive:r", "data", "model" or "auto": the starting `adaptive_r`
+        use_2dh: bool = False,  # the all-to-all in two steps, between nodes first
+        **deprecated: Any,  # `pad_samples`, which has no effect
     ) -> None:
         super().__init__()
         refuse_switches()
@@ -215,9 +206,6 @@ class MOELayer(nn.Module):
         Args:
             num_local_experts: experts of a rank; -n or 1 / n: n ranks share an expert.
             group: the ranks; None: all.
-
-        Raises:
-            ConfigError: the number is 0, or does not divide the ranks.
         """
         count, ranks = check_count(num_local_experts), net.get_world_size(group)
         if count > 0:
@@ -307,14 +295,7 @@ class MOELayer(nn.Module):
         return self._dispatch_count
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of the gate or of this rank's experts.
-
-        Args:
-            param_type: "gate" or "local_experts".
-
-        Raises:
-            ConfigError: param_type has another value.
-        """
+        """Names and parameters of the gate or of this rank's experts. `param_type`: "gate" or "local_experts"."""
         layer = self._layer
         gate: nn.Module = layer.gates if isinstance(layer, CustomLayer) else layer.router
         parts = {"gate": gate, "local_experts": layer.experts}
@@ -326,35 +307,25 @@ class MOELayer(nn.Module):
 
     def forward(
         self,
-        input: Tensor,
-        gate_index: int = 0,
-        capacity_factor: float | None = None,
-        top_k: int | None = None,
-        a2a_ffn_overlap_degree: int | None = None,
+        input: Tensor,  # (..., D)
+        gate_index: int = 0,  # number of the gate
+        capacity_factor: float | None = None,  # see `gate_type`; None: from `gate_type`
+        top_k: int | None = None,  # experts per token; None: from `gate_type`
+        a2a_ffn_overlap_degree: int | None = None,  # see `MOELayer`; None: the layer's
         reserve_dims: int = 1,
-        inequivalent_tokens: bool = False,
+        inequivalent_tokens: bool = False,  # accepted; ranks may always have different numbers of tokens
         adaptive_r: int | None = None,
-        megablocks_size: int = 0,
+        megablocks_size: int = 0,  # accepted; rows are never padded
     ) -> Tensor:
         """Route every token through its experts; arguments apply to this call only.
 
         Args:
-            input: (..., D).
-            gate_index: number of the gate.
-            capacity_factor: see `gate_type`; None: from `gate_type`.
-            top_k: experts per token; None: from `gate_type`.
-            a2a_ffn_overlap_degree: see `MOELayer`; None: the layer's.
             reserve_dims: dimensions of a token, at the end of the input's shape; above 1 for experts of type "custom".
-            inequivalent_tokens: accepted; ranks may always have different numbers of tokens.
             adaptive_r: 0: tokens stay and weights are gathered; r: tokens are sent to r groups of slices of every
                 expert.
-            megablocks_size: accepted; rows are never padded.
 
         Returns:
             (..., D), with the attribute `l_aux`.
-
-        Raises:
-            ConfigError: an argument does not fit the layer.
         """
         check_numbers(
             capacity_factor=capacity_factor,

@@ -121,26 +121,14 @@ def all_to_all_single(input: Tensor, group: Group = None) -> Tensor:
 
 
 def all_to_all(
-    input: Tensor,
-    input_dim: int,
-    output_dim: int,
-    group: Group = None,
-    background: bool = False,
-    use_2dh: bool = False,
+    input: Tensor,  # of equal shapes on all ranks
+    input_dim: int,  # the dimension that the ranks' pieces are joined along
+    output_dim: int,  # the dimension that is split
+    group: Group = None,  # the ranks; None: all
+    background: bool = False,  # return a function that returns the result, which is there at once
+    use_2dh: bool = False,  # no effect; `expertmesh.parallel` has the all-to-all in two steps
 ) -> Any:
-    """Split one dimension over ranks and join another.
-
-    Args:
-        input: of equal shapes on all ranks.
-        input_dim: the dimension that the ranks' pieces are joined along.
-        output_dim: the dimension that is split.
-        group: the ranks; None: all.
-        background: return a function that returns the result, which is there at once.
-        use_2dh: no effect; `expertmesh.parallel` has the all-to-all in two steps.
-
-    Raises:
-        ConfigError: the ranks do not divide the dimension.
-    """
+    """Split one dimension over ranks and join another."""
     output = input
     if input_dim != output_dim and get_world_size(group) > 1:
         _check_pieces(input, group, output_dim)
@@ -229,11 +217,6 @@ def batch_all_gather_v(datas: Iterable[Tensor], group: Group = None) -> tuple[li
 class TutelDistributedOptimizer:
     """Optimizer whose ranks update a slice of the shared parameters each; experts stay whole on their ranks.
 
-    Args:
-        params: parameters; experts' ones have the attribute `_tutel_expert`.
-        group: the ranks; None: all.
-        average_shared: average gradients of shared parameters over ranks; False: sum them.
-
     Example:
         >>> net = torch.nn.Linear(3, 2)
         >>> optimizer = TutelDistributedOptimizer(net.parameters(), average_shared=True)
@@ -244,9 +227,9 @@ class TutelDistributedOptimizer:
 
     def __init__(
         self,
-        params: Iterable[torch.nn.Parameter],
-        group: Group = None,
-        average_shared: bool = False,
+        params: Iterable[torch.nn.Parameter],  # parameters; experts' ones have the attribute `_tutel_expert`
+        group: Group = None,  # the ranks; None: all
+        average_shared: bool = False,  # average gradients of shared parameters over ranks; False: sum them
     ) -> None:
         params = list(params)
         self.params = [p for p in params if not hasattr(p, "_tutel_expert")]

@@ -74,32 +74,21 @@ def rows_per_expert(
 
 
 def extract_critical(
-    scores: Tensor,
-    top_k: int,
-    loss_fn: Loss | None = gshard_loss,
+    scores: Tensor,  # (T, E) probabilities
+    top_k: int,  # experts per token; at most E are taken
+    loss_fn: Loss | None = gshard_loss,  # called with the scores and the (T, K) experts
     capacity_factor: float = 1.0,
-    batch_prioritized_routing: bool = False,
-    normalize_gate: bool = True,
-    alignment: int = 1,
-    group: Group = None,
-    inequivalent_tokens: bool = False,
+    batch_prioritized_routing: bool = False,  # tokens with the largest probabilities come first
+    normalize_gate: bool = True,  # for K > 1, weights sum to one
+    alignment: int = 1,  # rows per expert are a multiple of it
+    group: Group = None,  # the ranks that agree on the number of rows; None: all
+    inequivalent_tokens: bool = False,  # ranks have different numbers of tokens
 ) -> tuple[Routed, Tensor | None]:
     """Choose experts, and a row of its expert for each choice.
 
     Args:
-        scores: (T, E) probabilities.
-        top_k: experts per token; at most E are taken.
-        loss_fn: called with the scores and the (T, K) experts.
         capacity_factor: above 0: rows per expert as a ratio of the even share; 0: as many as the fullest expert has;
             below 0: that, and at most that ratio.
-        batch_prioritized_routing: tokens with the largest probabilities come first.
-        normalize_gate: for K > 1, weights sum to one.
-        alignment: rows per expert are a multiple of it.
-        group: the ranks that agree on the number of rows; None: all.
-        inequivalent_tokens: ranks have different numbers of tokens.
-
-    Returns:
-        The choices, and the loss.
 
     Example:
         >>> routed, loss = extract_critical(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), top_k=1)
@@ -155,11 +144,7 @@ def get_reversed_sample_ids(critial_data: Routed, return_id_type: str = "sample_
     """Origin of each row of an expert, (E, C) int32; -1 for rows without a token.
 
     Args:
-        critial_data: the choices.
         return_id_type: "sample_id": the token; "top_id": the rank of the choice, 0 to K - 1.
-
-    Raises:
-        ConfigError: return_id_type has another value.
 
     Example:
         >>> routed, _ = extract_critical(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), top_k=1)
@@ -181,10 +166,7 @@ class fast_dispatcher:  # noqa: N801
     """Movement of tokens (T, D) to rows (E * C, D) and back; `update` gives the choices.
 
     Args:
-        num_global_experts: E.
         capacity: C, if `update` gives none.
-        model_dim: D.
-        dispatch_dtype: type of the results of `encode` and `decode`.
     """
 
     def __init__(
@@ -256,11 +238,7 @@ def _dispatcher(data: Tensor, routed: Routed, is_postscore: bool) -> fast_dispat
 
 
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
-    """Cumulative sum along the rows of a matrix, less one.
-
-    Raises:
-        ConfigError: data is no matrix, or dim is not 0.
-    """
+    """Cumulative sum along the rows of a matrix, less one."""
     if data.dim() != 2 or dim != 0:
         raise ConfigError(
             f"data of shape {tuple(data.shape)}, dim={dim}: must be a matrix and 0; reshape it"

@@ -12,37 +12,21 @@ from expertmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Ranks and groups as one process sees them; groups are None on one process.
+    """Ranks and groups as one process sees them; groups are None on one process."""
 
-    Attributes:
-        global_size: number of ranks.
-        global_rank: this rank.
-        group_count: number of model groups.
-        data_rank: number of this rank's model group.
-        model_size: ranks in a model group.
-        model_rank: position in it.
-        local_device: the device of this process; None: no backend was given.
-        global_group: all ranks.
-        model_group: neighbouring ranks.
-        data_group: ranks of the same position.
-        is_distributed: whether torch.distributed is initialised.
-        local_rank: number of this rank on its machine, as torchrun tells.
-        local_size: number of ranks of its machine.
-    """
-
-    global_size: int
+    global_size: int  # number of ranks
     global_rank: int
-    group_count: int
-    data_rank: int
-    model_size: int
-    model_rank: int
-    local_device: torch.device | None
-    global_group: Any = None
-    model_group: Any = None
-    data_group: Any = None
-    is_distributed: bool = False
-    local_rank: int = 0
-    local_size: int = 1
+    group_count: int  # number of model groups
+    data_rank: int  # number of this rank's model group
+    model_size: int  # ranks in a model group
+    model_rank: int  # position in it
+    local_device: torch.device | None  # the device of this process; None: no backend was given
+    global_group: Any = None  # all ranks
+    model_group: Any = None  # neighbouring ranks
+    data_group: Any = None  # ranks of the same position
+    is_distributed: bool = False  # whether torch.distributed is initialised
+    local_rank: int = 0  # number of this rank on its machine, as torchrun tells
+    local_size: int = 1  # number of ranks of its machine
 
     @property
     def is_cuda(self) -> bool:
@@ -67,9 +51,6 @@ def create_groups_from_world(
         group_count: number of groups; negative: ranks per group.
         include_init: backend, "nccl" or "gloo", which tells the device of this process; None: as torch's default group.
         parent_group: None or all ranks.
-
-    Raises:
-        ConfigError: the groups do not divide the ranks, or the parent has some of the ranks only.
     """
     is_distributed = dist.is_initialized()
     size, rank = (dist.get_world_size(), dist.get_rank()) if is_distributed else (1, 0)

@@ -32,11 +32,7 @@ def check_numbers(**given: Any) -> None:
 
 
 def check_count(count: Any) -> int:
-    """Experts per device; negative: devices per expert. 1 / n means -n.
-
-    Raises:
-        ConfigError: the number is 0, or neither whole nor 1 / n.
-    """
+    """Experts per device; negative: devices per expert. 1 / n means -n."""
     Number(-1e9, 1e9, types=REAL, fix="use 1").check("num_experts_per_device", count)
     whole = -round(1 / count) if 0 < count < 1 else int(count)
     if whole == 0:

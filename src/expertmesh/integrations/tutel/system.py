@@ -34,10 +34,6 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Ran
     Returns:
         The ranks, groups and the device of this process; `get_local_session` returns it again.
 
-    Raises:
-        ConfigError: the groups do not divide the ranks, or another launcher than torchrun started them.
-        CollectiveError: a rank did not join in time.
-
     Example:
         >>> session = init_data_model_parallel(backend="gloo")
         >>> session.global_rank, session.global_size
@@ -62,11 +58,7 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Ran
 
 
 def get_local_session() -> RankGroups:
-    """Return the session that `init_data_model_parallel` made last.
-
-    Raises:
-        ConfigError: it was not called.
-    """
+    """Return the session that `init_data_model_parallel` made last."""
     if _session is None:
         raise ConfigError("there is no session; call system.init_data_model_parallel first")
     return _session

@@ -30,37 +30,27 @@ class AttentionCall(ctypes.Structure):
     @classmethod
     def of(
         cls,
-        q_THd: Tensor,
-        k_NShd: Tensor,
-        v_NShd: Tensor,
-        y_THd: Tensor,
+        q_THd: Tensor,  # (T, H, d) float32 or bfloat16; numbers of a head are adjacent, as in the pages
+        k_NShd: Tensor,  # (pages, page size, heads, d) of the same type
+        v_NShd: Tensor,  # (pages, page size, heads, n)
+        y_THd: Tensor,  # (T, H, n), contiguous; the result
         *,
-        starts: Tensor,
-        num_keys_B: Tensor,
-        table_BN: Tensor,
-        first_B: Tensor | None = None,
+        starts: Tensor,  # (B + 1,) contiguous int64
+        num_keys_B: Tensor,  # (B,) contiguous int64
+        table_BN: Tensor,  # (B, N) contiguous int64
+        first_B: Tensor | None = None,  # (B,) contiguous int64 place of each sequence's first key in its pages; None: 0
         mask_BSP: Tensor | None = None,
-        sinks_H: Tensor | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
+        sinks_H: Tensor | None = None,  # (H,) contiguous float32, or None
+        window: int | None = None,  # see `ScoreRule`
+        chunk: int | None = None,  # see `ScoreRule`
+        softcap: float | None = None,  # see `ScoreRule`
     ) -> tuple["AttentionCall", tuple[Tensor | None, ...]]:
-        """A call, and the tensors that must live until it has returned; for the arguments see `expertmesh.ops.attention.paged_native.attention`.
+        """A call, and the tensors that must live until it has returned; for the arguments see
+        `expertmesh.ops.attention.paged_native.attention`.
 
         Args:
-            q_THd: (T, H, d) float32 or bfloat16; numbers of a head are adjacent, as in the pages.
-            k_NShd: (pages, page size, heads, d) of the same type.
-            v_NShd: (pages, page size, heads, n).
-            y_THd: (T, H, n), contiguous; the result.
-            starts: (B + 1,) contiguous int64.
-            num_keys_B: (B,) contiguous int64.
-            table_BN: (B, N) contiguous int64.
-            first_B: (B,) contiguous int64 place of each sequence's first key in its pages; None: 0.
-            mask_BSP: (B, S, places) bool, True for keys that may be seen, adjacent; None: all that the rule lets through.
-            sinks_H: (H,) contiguous float32, or None.
-            window: see `ScoreRule`.
-            chunk: see `ScoreRule`.
-            softcap: see `ScoreRule`.
+            mask_BSP: (B, S, places) bool, True for keys that may be seen, adjacent; None: all that the rule lets
+                through.
         """
         size = q_THd.element_size()
         mask_strides = (0, 0) if mask_BSP is None else mask_BSP.stride()[:2]

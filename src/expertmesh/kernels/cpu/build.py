@@ -37,7 +37,8 @@ OPTIONS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-"""Options of the compiler for every instruction set. Sums keep their order, and only what is written as one is fused."""
+"""Options of the compiler for every instruction set. Sums keep their order, and only what is written as one is
+fused."""
 _PATIENCE_S = 300
 MOST_OBJECTS = 16
 """Objects that stay in the cache: all instruction sets of the newest three sources."""
@@ -48,18 +49,11 @@ class BuildError(Exception):
 
 
 @contextmanager
-def built(
-    instructions: InstructionSet, *, shipped: Path = SHIPPED, most_objects: int = MOST_OBJECTS
-) -> Iterator[Path]:
+def built(instructions: InstructionSet, *, shipped: Path = SHIPPED, most_objects: int = MOST_OBJECTS) -> Iterator[Path]:
     """Path of the object for an instruction set: shipped, cached, or compiled now; valid inside the context.
 
     Args:
-        instructions: the instruction set.
         shipped: folder of shipped objects, which are not read if CC names a compiler.
-        most_objects: objects that stay in the cache after a new one is compiled.
-
-    Raises:
-        BuildError: none is shipped, and there is no compiler, or it fails.
     """
     ready = shipped / shipped_name(instructions)
     if not os.environ.get("CC") and ready.is_file():
@@ -69,9 +63,7 @@ def built(
         compiler, found = compiler_command(), None
         # no home, a full disk, a file system without locks
         with contextlib.suppress(OSError, ConfigError, BuildError):
-            found = _cached(
-                compiler, instructions, user_cache_dir() / "kernels", stack, most_objects
-            )
+            found = _cached(compiler, instructions, user_cache_dir() / "kernels", stack, most_objects)
         if found is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-")))
             found = compiled(compiler, instructions, folder)
@@ -102,11 +94,7 @@ def compiler_command() -> list[str]:
 
 
 def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) -> Path:
-    """Compile into a new file of the folder, and return its path.
-
-    Raises:
-        BuildError: the compiler fails.
-    """
+    """Compile into a new file of the folder, and return its path."""
     out = folder / f"{instructions.name}-{os.getpid()}.so"
     words = [*compiler, *OPTIONS, *instructions.options]
     sources = sorted(SOURCES.glob("*.c"))
@@ -124,11 +112,7 @@ def compiled(compiler: list[str], instructions: InstructionSet, folder: Path) ->
 
 
 def _run(words: list[str]) -> None:
-    """Run the compiler, whose last word is the file it makes.
-
-    Raises:
-        BuildError: it fails.
-    """
+    """Run the compiler, whose last word is the file it makes."""
     try:
         done = subprocess.run(
             words,
@@ -141,13 +125,9 @@ def _run(words: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{words[0]} does not run: {error}") from error
     if done.returncode or not Path(words[-1]).is_file():
-        errors = [
-            line for line in done.stderr.splitlines() if "error" in line
-        ] or done.stderr.splitlines()
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         Path(words[-1]).unlink(missing_ok=True)
-        raise BuildError(
-            f"{words[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}"
-        )
+        raise BuildError(f"{words[0]} fails: {errors[0].strip() if errors else f'status {done.returncode}'}")
 
 
 def _key(compiler: list[str], instructions: InstructionSet) -> str:
@@ -224,16 +204,10 @@ def _hash(path: Path) -> str:
 def is_private(folder: Path) -> bool:
     """Whether a folder belongs to the user alone, and nobody else can put another one in its place."""
     own = os.lstat(folder)
-    if (
-        not stat.S_ISDIR(own.st_mode)
-        or own.st_uid != os.getuid()
-        or stat.S_IMODE(own.st_mode) & 0o077
-    ):
+    if not stat.S_ISDIR(own.st_mode) or own.st_uid != os.getuid() or stat.S_IMODE(own.st_mode) & 0o077:
         return False
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links that are looked for
-    return all(_is_safe(above) for above in path.parents) and all(
-        map(_is_safe, path.resolve().parents)
-    )
+    return all(_is_safe(above) for above in path.parents) and all(map(_is_safe, path.resolve().parents))
 
 
 def _is_safe(path: Path) -> bool:
@@ -247,8 +221,4 @@ def _is_untouched(path: Path) -> bool:
     """Whether a file of the cache is the user's own, with the content that its name says."""
     about = os.lstat(path)
     is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_nlink == 1
-    return (
-        is_own
-        and not stat.S_IMODE(about.st_mode) & 0o022
-        and path.stem.rpartition("-")[2] == _hash(path)
-    )
+    return is_own and not stat.S_IMODE(about.st_mode) & 0o022 and path.stem.rpartition("-")[2] == _hash(path)

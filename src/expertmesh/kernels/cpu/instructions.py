@@ -19,21 +19,13 @@ _BF16 = (*_AVX512, "-mavx512bf16")
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set.
+    """An instruction set."""
 
-    Attributes:
-        name: its name in `INSTRUCTION_SETS`.
-        flags: what Linux calls the instructions in /proc/cpuinfo.
-        options: options of the compiler.
-        has_bf16: whether it multiplies BF16.
-        has_tiles: whether it has tiles, which the system has to grant.
-    """
-
-    name: str
-    flags: frozenset[str]
-    options: tuple[str, ...]
-    has_bf16: bool = False
-    has_tiles: bool = False
+    name: str  # its name in `INSTRUCTION_SETS`
+    flags: frozenset[str]  # what Linux calls the instructions in /proc/cpuinfo
+    options: tuple[str, ...]  # options of the compiler
+    has_bf16: bool = False  # whether it multiplies BF16
+    has_tiles: bool = False  # whether it has tiles, which the system has to grant
 
 
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
@@ -77,16 +69,13 @@ def sets_of(flags: Iterable[str]) -> list[InstructionSet]:
 
 
 def allowed_sets() -> list[InstructionSet]:
-    """Instruction sets of this processor, the best first, from the one on that the environment names.
-
-    Raises:
-        ConfigError: the environment names a set that does not exist or that the processor lacks.
-    """
+    """Instruction sets of this processor, the best first, from the one on that the environment names."""
     found = sets_of(flags_of_processor())
     wanted = os.environ.get(VARIABLE, "")
     names = [one.name for one in found]
     if wanted and wanted not in names:
         raise ConfigError(
-            f"{VARIABLE}={wanted!r}: is no instruction set of this processor, which has {', '.join(names)}; name one of these"
+            f"{VARIABLE}={wanted!r}: is no instruction set of this processor, which has {', '.join(names)}; name one "
+            "of these"
         )
     return found[names.index(wanted) :] if wanted else found

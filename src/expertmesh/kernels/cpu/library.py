@@ -26,17 +26,11 @@ INNER = {"silu": 0, "gelu": 1, "relu": 2, "relu2": 3, "clamped_silu": 4}
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Matrices of experts with their scales and biases.
+    """Matrices of experts with their scales and biases."""
 
-    Attributes:
-        numbers_EGNK: (E, G, N, K), or (E, G, N, K / 2) bytes for 4 bits; numbers of a row are adjacent.
-        scales_EGNS: (E, G, N, S) float32 or bfloat16, S = 1 for int8; None for dense numbers.
-        bias_EGN: (E, G, N) float32 or bfloat16, or None.
-    """
-
-    numbers_EGNK: Tensor
-    scales_EGNS: Tensor | None = None
-    bias_EGN: Tensor | None = None
+    numbers_EGNK: Tensor  # (E, G, N, K), or (E, G, N, K / 2) bytes for 4 bits; numbers of a row are adjacent
+    scales_EGNS: Tensor | None = None  # (E, G, N, S) float32 or bfloat16, S = 1 for int8; None for dense numbers
+    bias_EGN: Tensor | None = None  # (E, G, N) float32 or bfloat16, or None
 
     def words(self) -> tuple[int, ...]:
         """The struct `Matrices`."""
@@ -79,7 +73,8 @@ def num_threads() -> int:
 
 
 def _entries_of_runtime() -> list[int] | None:
-    """Addresses of the functions that `threads.h` calls, in the OpenMP runtime that torch brings, else in the one of this process."""
+    """Addresses of the functions that `threads.h` calls, in the OpenMP runtime that torch brings, else in the one of
+    this process."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -103,14 +98,10 @@ def _entries_of_runtime() -> list[int] | None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The kernels of this process.
+    """The kernels of this process."""
 
-    Attributes:
-        kernels: the kernels; None: there are none.
-        problem: why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say.
-    """
-
-    kernels: "Kernels | None"
+    kernels: "Kernels | None"  # the kernels; None: there are none
+    # why there are none, or why a lower instruction set is used; one line, "" if there is nothing to say
     problem: str = ""
 
     @property
@@ -121,18 +112,13 @@ class Loaded:
 
 _lock = threading.Lock()
 # a child whose parent is loading would wait for ever
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _loaded: list[Loaded] = []
 
 
 def loaded() -> Loaded:
-    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went wrong.
-
-    Raises:
-        ConfigError: the environment names an instruction set that this processor lacks.
-    """
+    """Return the kernels for the best instruction set; the first call compiles them if need be, and says what went
+    wrong."""
     if not _loaded:
         with _lock:
             if not _loaded:
@@ -141,7 +127,8 @@ def loaded() -> Loaded:
 
 
 def lower(name: str) -> None:
-    """Compute by a lower instruction set of this processor from now on, or by PyTorch's products; its name is in `NAMES`."""
+    """Compute by a lower instruction set of this processor from now on, or by PyTorch's products; its name is in
+    `NAMES`."""
     with _lock:
         _loaded[:] = [load(best=name)]
 
@@ -188,20 +175,11 @@ _Words = ctypes.c_int64 * _NUM_WORDS
 
 
 class Kernels:
-    """The kernels of one instruction set.
-
-    Args:
-        path: the shared object, which is needed in this call only.
-        instructions: the instruction set it was compiled for.
-
-    Attributes:
-        instructions: the instruction set.
-        has_threads: whether it uses the threads of the OpenMP runtime that torch has loaded.
-    """
+    """The kernels of one instruction set. `path`: the shared object, which is needed in this call only."""
 
     def __init__(self, path: Path, instructions: InstructionSet) -> None:
         loaded = ctypes.CDLL(str(path))
-        self.instructions = instructions
+        self.instructions = instructions  # the instruction set
         self._experts = loaded.expertmesh_experts
         self._experts.argtypes = [ctypes.c_void_p]
         self._experts.restype = ctypes.c_int
@@ -214,61 +192,41 @@ class Kernels:
         if instructions.has_tiles and not loaded.expertmesh_grants_tiles():
             raise TilesError("the system does not let this process use tiles")
         entries = _entries_of_runtime()
+        # whether it uses the threads of the OpenMP runtime that torch has loaded
         self.has_threads = entries is not None
         if entries is None:
-            _log.warning(
-                "the kernels in C compute on one thread: which OpenMP runtime is torch's is not known"
-            )
+            _log.warning("the kernels in C compute on one thread: which OpenMP runtime is torch's is not known")
         else:
             loaded.expertmesh_use_threads(*map(ctypes.c_void_p, entries))
 
     def experts(
         self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        w_in: ExpertMatrices,
-        w_out: ExpertMatrices,
+        x_TD: Tensor,  # (T, D) float32 or bfloat16
+        ids_TK: Tensor,  # (T, K) int64 in [0, E]; E is no expert
+        weights_TK: Tensor,  # (T, K) float32
+        w_in: ExpertMatrices,  # (E, G, F, D)
+        w_out: ExpertMatrices,  # (E, 1, D, F)
         *,
-        inner: str,
-        num_experts: int,
+        inner: str,  # name of the point-wise function, see `INNER`
+        num_experts: int,  # E
         hidden_RH: Tensor | None = None,
     ) -> tuple[Tensor, int, int]:
-        """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of range.
+        """Compute y (T, D) of contiguous tensors, and the least and the largest id; y is undefined if one is out of
+        range.
 
         Args:
-            x_TD: (T, D) float32 or bfloat16.
-            ids_TK: (T, K) int64 in [0, E]; E is no expert.
-            weights_TK: (T, K) float32.
-            w_in: (E, G, F, D).
-            w_out: (E, 1, D, F).
-            inner: name of the point-wise function, see `INNER`.
-            num_experts: E.
             hidden_RH: (R, G * F) in x's dtype, into which the pre-activations of the R live rows are written; or None.
-
-        Raises:
-            MemoryError: there is no memory for the panels.
         """
         y_TD = torch.empty_like(x_TD)
         hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
-        least, most = self._run(
-            w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner
-        )
+        least, most = self._run(w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner)
         return y_TD, least, most
 
-    def linear(
-        self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None) -> Tensor:
         """Compute x W^T + b, (T, N) in x's dtype, of contiguous rows (T, K) float32 or bfloat16.
 
         Args:
-            x_TK: rows.
-            w_ENK: E matrices, numbers of a row adjacent.
-            b_EN: biases, or None.
             ids_T1: contiguous int64 matrix of each row; None: the first.
-
-        Raises:
-            MemoryError: there is no memory for the panels.
         """
         T, K = x_TK.shape
         E, N, _ = w_ENK.shape
@@ -279,11 +237,7 @@ class Kernels:
         return y_TN
 
     def attention(self, call: AttentionCall) -> None:
-        """Compute a call.
-
-        Raises:
-            MemoryError: there is no memory for a block of keys.
-        """
+        """Compute a call."""
         call.num_threads = num_threads()
         if self._attention(ctypes.addressof(call)) == -2:
             raise MemoryError("no memory for a block of keys")

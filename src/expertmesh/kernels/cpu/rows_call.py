@@ -31,26 +31,16 @@ class RowsCall(ctypes.Structure):
     @classmethod
     def of(
         cls,
-        operation: Operation,
-        x_TXYN: Tensor,
-        y: Tensor,
+        operation: Operation,  # "softmax" and "sum" are of float32
+        x_TXYN: Tensor,  # (T, X, Y, N) float32 or bfloat16; numbers of a row are adjacent
+        y: Tensor,  # (T, X, Y, N) of x's type, or (T, X, Y) sums, contiguous; the result
         *,
-        weight: Tensor | None = None,
-        eps: float = 0.0,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
+        weight: Tensor | None = None,  # (N,) contiguous float32 or bfloat16; None: no norm
+        eps: float = 0.0,  # added to the mean square
+        cos: Tensor | None = None,  # (P, N / 2) contiguous float32; token t is turned by row t mod P; None: no rotation
+        sin: Tensor | None = None,  # of the shape of cos
     ) -> "RowsCall":
-        """A call; the tensors must live until it has returned.
-
-        Args:
-            operation: "softmax" and "sum" are of float32.
-            x_TXYN: (T, X, Y, N) float32 or bfloat16; numbers of a row are adjacent.
-            y: (T, X, Y, N) of x's type, or (T, X, Y) sums, contiguous; the result.
-            weight: (N,) contiguous float32 or bfloat16; None: no norm.
-            eps: added to the mean square.
-            cos: (P, N / 2) contiguous float32; token t is turned by row t mod P; None: no rotation.
-            sin: of the shape of cos.
-        """
+        """A call; the tensors must live until it has returned."""
         size = x_TXYN.element_size()
         of_token, of_outer, of_inner, _ = x_TXYN.stride()
         return cls(

@@ -1,4 +1,5 @@
-"""Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each is."""
+"""Base of the objectives on answers: a sample is a group of G answers to a prompt, and what counts is how probable each
+is."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,21 +24,13 @@ _OF_TRAINING = (
 
 
 class AnswerScores(NamedTuple):
-    """Scores of the learned tokens of some samples, in flat rows, as `models.scored` gives them.
+    """Scores of the learned tokens of some samples, in flat rows, as `models.scored` gives them."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities, FP32 or FP64; 0 for fillers.
-        entropies_R: (R,) entropies in nats; 0 for fillers.
-        rows_R: (R,) int64 place of each among the B * G * S positions.
-        shape: B, G, S.
-        stats: routing statistics of every MoE layer.
-    """
-
-    logprobs_R: Tensor
-    entropies_R: Tensor
-    rows_R: Tensor
-    shape: tuple[int, int, int]
-    stats: tuple[RoutingStats, ...]
+    logprobs_R: Tensor  # (R,) log-probabilities, FP32 or FP64; 0 for fillers
+    entropies_R: Tensor  # (R,) entropies in nats; 0 for fillers
+    rows_R: Tensor  # (R,) int64 place of each among the B * G * S positions
+    shape: tuple[int, int, int]  # B, G, S
+    stats: tuple[RoutingStats, ...]  # routing statistics of every MoE layer
 
     @property
     def answers(self) -> Tensor:
@@ -54,9 +47,9 @@ class AnswerScores(NamedTuple):
 class AnswerTask(GPTTask):
     """Task whose samples are groups of answers.
 
-    A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a cut of the
-    batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The model computes as in
-    evaluation, dropless, in training, too, so that scores and generation agree.
+    A batch is (ids, targets, {"counts", "is_token", ...}) with tensors (B, G, S), which the model sees as (B * G, S); a
+    cut of the batch never parts a group. `counts` is True where the next token is learned: the answer and its end. The
+    model computes as in evaluation, dropless, in training, too, so that scores and generation agree.
     """
 
     evaluates = True
@@ -76,8 +69,6 @@ class AnswerTask(GPTTask):
         """Scores of the learned tokens, on all positions also where ranks share sequences; differentiable.
 
         Args:
-            model: the model, in evaluation mode.
-            batch: samples on the model's device.
             part: their place, with the number of their learned tokens, if it is known, as `num_items`.
         """
         (ids_AS, targets_AS, *_), more = answers_of(batch)
@@ -140,7 +131,8 @@ def loss_once(loss: Loss, ranks: Ranks) -> Loss:
 
 
 def answers_of(batch: Batch) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
-    """Tensors (B * G, S) of a batch with tensors (B, G, S), as a tuple and by name; others are left out of the names."""
+    """Tensors (B * G, S) of a batch with tensors (B, G, S), as a tuple and by name; others are left out of the
+    names."""
     named: Mapping[str, Any] = named_tensors(batch)
     shape = batch[0].shape
     flat = tuple(x.flatten(0, 1) for x in batch if isinstance(x, Tensor))

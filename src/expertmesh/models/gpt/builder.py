@@ -31,12 +31,13 @@ class GPTBuilder(ModelBuilder):
     def check(self, num_ranks: int) -> None:
         """Check degrees, heads, experts and sequence length; see `check_degrees`."""
         config = self.config
-        splits = check_degrees(
-            config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
-        )
+        splits = check_degrees(config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len)
         es = max((one.storage.f // one.gather_f for one in splits), default=1)
         if config.objective.name == "grpo" and config.rl.exact and es > 1:
-            rule = f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} compares the bits"
+            rule = (
+                "adds parts of products over ranks, in another order than rollouts do, and "
+                f"{named('rl.exact', True)} compares the bits"
+            )
             fix = f"use {named('parallel.route_degree', 1)}, or {named('rl.exact', False)}"
             raise ConfigError("parallel.es_degree", es, rule, fix)
         _check_storage(config, num_ranks)

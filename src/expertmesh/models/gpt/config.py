@@ -260,11 +260,7 @@ class GPTRunConfig(RunConfig):
         return self
 
     def check_fits(self) -> None:
-        """Refuse options of the run that do not fit its model.
-
-        Raises:
-            FieldError: one does not.
-        """
+        """Refuse options of the run that do not fit its model."""
         self.require(
             self.data.seq_len <= self.model.max_seq_len,
             "data.seq_len",
@@ -306,12 +302,7 @@ class GPTRunConfig(RunConfig):
 
 
 def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
-    """The configuration with the model and the tokenizer of the run in train.init_from.
-
-    Args:
-        config: configuration of the run.
-        other: configuration of the run in train.init_from.
-    """
+    """The configuration with the model and the tokenizer of the run in train.init_from."""
     where = expanded(config.train.init_from or ".")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
     if config.objective.name in LEARNING_RATES and not other.model.num_moe_layers:

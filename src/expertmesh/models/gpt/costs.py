@@ -13,17 +13,8 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.adapter_counts import adapter_text
 
 
-def gpt_costs(
-    config: GPTRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False
-) -> RunCosts:
-    """The costs of training a GPT.
-
-    Args:
-        config: the run; its degrees fit the ranks.
-        num_ranks: the number of ranks of the world.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        on_gpu: whether the ranks compute on GPUs.
-    """
+def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: Precision, on_gpu: bool = False) -> RunCosts:
+    """The costs of training a GPT."""
     config = _in_sequences(config)
     train, seq_len = config.train, config.data.seq_len
     spec = gpt_spec(config.model)
@@ -43,9 +34,7 @@ def gpt_costs(
         parameters=spec.num_parameters,
         active=spec.num_active,
         num_items=train.steps * train.batch_size * seq_len,
-        flops_per_item=flops.training_flops(
-            activation_checkpointing=train.activation_checkpointing
-        ),
+        flops_per_item=flops.training_flops(activation_checkpointing=train.activation_checkpointing),
         memory=memory,
         adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
     )

@@ -10,25 +10,15 @@ from expertmesh.spec.model_spec import num_elements
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one forward pass per token, summed over the layers.
+    """Operations of one forward pass per token, summed over the layers."""
 
-    Attributes:
-        projections_flops: query, key, value and output projections.
-        attention_flops: scores and weighted values.
-        dense_ffn_flops: feed-forward layers without experts.
-        router_flops: router logits.
-        experts_flops: routed experts, K per MoE layer where tokens choose.
-        shared_flops: shared experts and their gates, residual MLPs and residual coefficients.
-        output_flops: logits over the vocabulary.
-    """
-
-    projections_flops: int
-    attention_flops: int
-    dense_ffn_flops: int
-    router_flops: int
-    experts_flops: int
-    shared_flops: int
-    output_flops: int
+    projections_flops: int  # query, key, value and output projections
+    attention_flops: int  # scores and weighted values
+    dense_ffn_flops: int  # feed-forward layers without experts
+    router_flops: int  # router logits
+    experts_flops: int  # routed experts, K per MoE layer where tokens choose
+    shared_flops: int  # shared experts and their gates, residual MLPs and residual coefficients
+    output_flops: int  # logits over the vocabulary
 
     @property
     def layers_flops(self) -> int:
@@ -48,7 +38,8 @@ class ForwardFlops:
         return self.layers_flops + self.output_flops
 
     def training_flops(self, *, activation_checkpointing: bool = False) -> int:
-        """FLOPs of forward and backward per token: 3 times the forward, and the layers once more if they are recomputed."""
+        """FLOPs of forward and backward per token: 3 times the forward, and the layers once more if they are
+        recomputed."""
         return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
 
 
@@ -56,10 +47,10 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     """Operations of a forward pass over sequences of one length, per token.
 
     Args:
-        config: the model.
         seq_len: tokens per sequence (S).
-        causal: whether to count the (S + 1) / 2 keys that a token sees on average, fewer with a window. False: all S keys, or
-            the whole window, as kernels without causal skipping compute and many published utilisation figures assume.
+        causal: whether to count the (S + 1) / 2 keys that a token sees on average, fewer with a window. False: all S
+            keys, or the whole window, as kernels without causal skipping compute and many published utilisation figures
+            assume.
 
     Returns:
         Operations per token; attention is rounded down to a whole number.

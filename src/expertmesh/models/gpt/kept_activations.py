@@ -20,32 +20,25 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
 def layer_activation_bytes(
     config: ModelConfig,
     *,
-    num_experts: int,
-    work: Workload,
-    arrived: float = 0.0,
-    recomputes_h: bool = False,
-    adapts: bool = False,
+    num_experts: int,  # the number of experts of this layer; 0: dense
+    work: Workload,  # sequences and compute dtype
+    arrived: float = 0.0,  # rows per token that come from other ranks, saved beside a rank's own tokens
+    recomputes_h: bool = False,  # whether the experts' pre-activations are computed again
+    adapts: bool = False,  # whether experts have adapters, which save their rows and products, and recompute nothing
 ) -> float:
     """Bytes that one layer saves per token for its backward pass.
 
-    Args:
-        config: the model.
-        num_experts: the number of experts of this layer; 0: dense.
-        work: sequences and compute dtype.
-        arrived: rows per token that come from other ranks, saved beside a rank's own tokens.
-        recomputes_h: whether the experts' pre-activations are computed again.
-        adapts: whether experts have adapters, which save their rows and products, and recompute nothing.
-
     Returns:
-        An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention its
-        queries, keys, values and output, experts their input and, without `recomputes_h`, their pre-activations (see
-        `ops/experts/moe_mlp.py`).
+        An estimate from the tensors that PyTorch and our operators save on the CPU. Norms save their input, attention
+        its queries, keys, values and output, experts their input and, without `recomputes_h`, their pre-activations
+        (see `ops/experts/moe_mlp.py`).
     """
     compute, stream, seq_len = work.element_bytes, work.master_bytes, work.seq_len
     moe = config.moe
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
-    # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output (values
+    # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output
+    # (values
     # and unrotated keys are views of it), rotated queries and keys, and the attention output.
     bytes_per_token: float = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
@@ -82,25 +75,14 @@ def layer_activation_bytes(
     return bytes_per_token + elements * compute + router
 
 
-def gpt_activations(
-    config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False
-) -> Activations:
-    """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted.
-
-    Args:
-        config: the model.
-        layout: layout of the run.
-        work: sequences and compute dtype.
-        adapts: whether experts have adapters.
-    """
+def gpt_activations(config: ModelConfig, layout: RankLayout, work: Workload, *, adapts: bool = False) -> Activations:
+    """Activations of a rank, layer by layer; of the temporary buffers only the gradient of the logits is counted."""
     T = layout.tokens_per_pass(work.seq_len)
     kept, recomputed, dispatch, logits = _per_token(
         config, layout.checkpointing, layout.route_degree, layout.layer_routes, work, adapts
     )
     rows = min(T, chunk_rows(config.vocab_size, on_gpu=work.on_gpu))
-    return Activations(
-        T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits
-    )
+    return Activations(T * kept, T * recomputed, T * dispatch / layout.overlap_degree, rows * logits)
 
 
 @lru_cache(maxsize=1024)

@@ -44,30 +44,20 @@ from expertmesh.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """Logits and routing statistics of one forward pass; a pytree.
+    """Logits and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logits_BSV: (B, S, V), or (B, num_logits, V), or (R, V) for flat tokens or logit_rows_R, in the compute dtype.
-        stats: one RoutingStats per MoE layer, in layer order; empty for a dense model.
-    """
-
+    # (B, S, V), or (B, num_logits, V), or (R, V) for flat tokens or logit_rows_R, in the compute dtype
     logits_BSV: Tensor
-    stats: tuple[RoutingStats, ...]
+    stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE layer, in layer order; empty for a dense model
 
 
 @dataclass(frozen=True)
 class GPTScores:
-    """Log-probabilities of given tokens and routing statistics of one forward pass; a pytree.
+    """Log-probabilities of given tokens and routing statistics of one forward pass; a pytree."""
 
-    Attributes:
-        logprobs_R: (R,) log-probabilities of the targets, FP32 or FP64.
-        stats: as in `GPTOutput`.
-        entropies_R: (R,) entropies in nats, in the same dtype; None: not asked for.
-    """
-
-    logprobs_R: Tensor
-    stats: tuple[RoutingStats, ...]
-    entropies_R: Tensor | None = None
+    logprobs_R: Tensor  # (R,) log-probabilities of the targets, FP32 or FP64
+    stats: tuple[RoutingStats, ...]  # as in `GPTOutput`
+    entropies_R: Tensor | None = None  # (R,) entropies in nats, in the same dtype; None: not asked for
 
 
 for _kind in (GPTOutput, GPTScores):
@@ -94,20 +84,14 @@ _TENSORS = {
     "token_mask_BS": MASK,
     "document_BS": Arg("BS", INTEGERS, "the number of each token's document"),
     "token_index": Arg("T|BS", INTEGERS, "one per token"),
-    "logit_rows_R": Arg(
-        "R", IDS, "one per token with logits", below="T", fix="give rows of ids_BS.flatten()"
-    ),
+    "logit_rows_R": Arg("R", IDS, "one per token with logits", below="T", fix="give rows of ids_BS.flatten()"),
     "targets_R": Arg("R", IDS, "the token after each row", below="V", fix="give ids of tokens"),
 }
 _NUM_LOGITS = Number(1, fix="leave it out for all positions", types=WHOLE, optional=True)
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
-    """Check that ranks which share sequences can split them evenly.
-
-    Raises:
-        ConfigError: they cannot; the message names a length that fits.
-    """
+    """Check that ranks which share sequences can split them evenly."""
     if seq_len % tp_degree:
         near = max(seq_len // tp_degree, 1) * tp_degree
         raise ConfigError(
@@ -119,31 +103,25 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
         raise ConfigError(
             "model.moe.routing_group_size",
             size,
-            f"with router=expert_choice and {named('parallel.tp_degree', tp_degree)} it must divide the {part} tokens of a "
+            f"with router=expert_choice and {named('parallel.tp_degree', tp_degree)} it must divide the {part} tokens "
+            "of a "
             "sequence that a rank has",
             f"use {math.gcd(size, part)}, or none",
         )
 
 
 class Block(FeedForward):
-    """Transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
-
-    Args:
-        config: the model.
-        layer_index: index of the layer, from 0.
-        num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
-    """
+    """Transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or
+    MoE."""
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        layer_index: int,
-        num_experts: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        layer_index: int,  # index of the layer, from 0
+        num_experts: int,  # experts of this layer; 0: a dense feed-forward layer
+        device: torch.device | str | None = None,  # the device of the parameters
+        dtype: torch.dtype | None = None,  # the type of the parameters
     ) -> None:
         super().__init__()
         dim, eps = config.dim, config.norm_eps
@@ -187,9 +165,7 @@ class Block(FeedForward):
         return x_BSD + y_TD.view_as(x_BSD), stats
 
 
-def _attention(
-    config: ModelConfig, layer_index: int, how: dict[str, Any]
-) -> Attention | LatentAttention:
+def _attention(config: ModelConfig, layer_index: int, how: dict[str, Any]) -> Attention | LatentAttention:
     if config.is_latent:
         return LatentAttention(
             dim=config.dim,
@@ -219,8 +195,8 @@ def _attention(
 class GPT(LanguageModel):
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, MoE in every n-th layer.
 
-    With config.batch_invariant, in evaluation, the logits of a token are the same to the bit for all other sequences and
-    padding in the batch, with a cache and without.
+    With config.batch_invariant, in evaluation, the logits of a token are the same to the bit for all other sequences
+    and padding in the batch, with a cache and without.
 
     Args:
         config: the model.
@@ -318,23 +294,20 @@ class GPT(LanguageModel):
         result: tuple[int, ...] | None = self.config.start_ids
         return result
 
-    def next_logits(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        """Logits (B, V) of the token after the last column, without a capacity; see `expertmesh.models.decoder.CausalLM`.
+    def next_logits(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache) -> Tensor:
+        """Logits (B, V) of the token after the last column, without a capacity; see
+        `expertmesh.models.decoder.CausalLM`.
 
         Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, or the cache is full or does not fit the model or
-                the batch; the cache is left unchanged.
+            ConfigError: an argument has a wrong shape, dtype, device or range, or the cache is full or does not fit the
+                model or the batch; the cache is left unchanged.
         """
         self._check_inputs(ids_BS, token_mask_BS, None, None, max_len=self.config.max_seq_len)
         check_cache(cache, config=self.config, weight=self.embedding.weight)
         output: GPTOutput = self(
             ids_BS,
             token_mask_BS=token_mask_BS,
-            context=cache.begin(
-                ids_BS, token_mask_BS=token_mask_BS, counts_padding=self.counts_padding
-            ),
+            context=cache.begin(ids_BS, token_mask_BS=token_mask_BS, counts_padding=self.counts_padding),
             num_logits=1,
             capacity_factor=self.config.moe.dropless_factor,
             losses=False,
@@ -352,7 +325,8 @@ class GPT(LanguageModel):
     def _embed(self, ids_BS: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Embedded tokens (B, S, D) and the embedding matrix (V, D).
 
-        Where ranks share sequences, the tokens are this rank's, and per-token entries of `call` are cut to them, in place.
+        Where ranks share sequences, the tokens are this rank's, and per-token entries of `call` are cut to them, in
+        place.
         """
         if self.shared is None:
             return self.embedding(ids_BS), self.embedding.weight
@@ -381,9 +355,7 @@ class GPT(LanguageModel):
             arithmetic=self.arithmetic.in_mode(self.training),
         )
 
-    def _context(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, document_BS: Tensor | None
-    ) -> DenseContext:
+    def _context(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, document_BS: Tensor | None) -> DenseContext:
         """Attention context of whole sequences, without a cache."""
         if document_BS is not None and not self.counts_padding:
             raise ConfigError(
@@ -448,9 +420,7 @@ class GPT(LanguageModel):
                 num_limited_groups=moe.num_limited_groups,
             )
         if not counts and (top_k is not None or capacity_factor not in (None, math.inf)):
-            name, value = (
-                ("top_k", top_k) if top_k is not None else ("capacity_factor", capacity_factor)
-            )
+            name, value = ("top_k", top_k) if top_k is not None else ("capacity_factor", capacity_factor)
             raise ConfigError(f"{name}={value}: has no effect in a dense model; leave it out")
         layers: Any = (block.moe for block in self.layers)
         if all(layer is None or isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
@@ -484,11 +454,11 @@ class GPT(LanguageModel):
         Does not synchronise with the device: values of ids are checked on CPUs only, and not inside torch.compile.
 
         Args:
-            ids_BS: (B, S) int64 token ids; S is at most config.max_seq_len. With a context also (T,): flat tokens of any
-                sequences, whose positions the context has. All per-token arguments are then (T,), too.
+            ids_BS: (B, S) int64 token ids; S is at most config.max_seq_len. With a context also (T,): flat tokens of
+                any sequences, whose positions the context has. All per-token arguments are then (T,), too.
             token_mask_BS: (B, S) bool, False for padding, which no token sees and no expert computes.
-            document_BS: (B, S) document numbers: tokens see only tokens with the same number. Positions continue from one
-                document to the next, which changes nothing because rotary positions are relative.
+            document_BS: (B, S) document numbers: tokens see only tokens with the same number. Positions continue from
+                one document to the next, which changes nothing because rotary positions are relative.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             context: attention context, with earlier keys (`KVCache.begin` makes one); None: the given sequences alone.
             num_logits: number of last positions with logits, at least 1; None: all positions.
@@ -496,17 +466,19 @@ class GPT(LanguageModel):
             targets_R: (R,) int64 tokens, one for each row that would get logits; see Returns.
             scoring: with targets_R, options of `score_rows`: temperature, entropy.
             top_k: experts per token in all MoE layers, for this call only; None: each layer's own.
-            capacity_factor: capacity factor of all MoE layers, for this call only; inf: dropless; None: each layer's own.
-            dispatch: dispatch options of this call for a model spread over ranks, equal on all ranks; None: as it was spread.
+            capacity_factor: capacity factor of all MoE layers, for this call only; inf: dropless; None: each layer's
+                own.
+            dispatch: dispatch options of this call for a model spread over ranks, equal on all ranks; None: as it was
+                spread.
             losses: see `MoELayer.forward`.
 
         Returns:
-            Logits, (R, V) with logit_rows_R and (T, V) for flat tokens, and the routing statistics of every MoE layer. With
-            targets_R their log-probabilities in place of logits, computed in chunks of rows (`score_rows`).
+            Logits, (R, V) with logit_rows_R and (T, V) for flat tokens, and the routing statistics of every MoE layer.
+            With targets_R their log-probabilities in place of logits, computed in chunks of rows (`score_rows`).
 
         Raises:
-            ConfigError: an argument has a wrong shape, dtype, device or range, there are more tokens than config.max_seq_len, or
-                document_BS is given with a context or batch_invariant.
+            ConfigError: an argument has a wrong shape, dtype, device or range, there are more tokens than
+                config.max_seq_len, or document_BS is given with a context or batch_invariant.
         """
         is_flat = context is not None and isinstance(ids_BS, Tensor) and ids_BS.ndim == 1
         if is_flat:
@@ -522,22 +494,16 @@ class GPT(LanguageModel):
             targets_R=targets_R,
             max_len=None if is_flat else self.config.max_seq_len,
         )
-        choices = self._choices(
-            python_number(top_k), python_number(capacity_factor), dispatch, losses
-        )
+        choices = self._choices(python_number(top_k), python_number(capacity_factor), dispatch, losses)
         if context is not None:
             check_context(context, ids_BS, config=self.config, weight=self.embedding.weight)
         if self.shared is not None and (context is not None or num_logits is not None):
-            raise ConfigError(
-                f"decoding on ranks that share sequences; use {named('tp_degree', '1')}"
-            )
+            raise ConfigError(f"decoding on ranks that share sequences; use {named('tp_degree', '1')}")
         is_decoding = context is not None
         if context is None:
             context = self._context(ids_BS, token_mask_BS=token_mask_BS, document_BS=document_BS)
         elif document_BS is not None:
-            raise ConfigError(
-                "document_BS with a context: document masks need whole sequences; leave one of them out"
-            )
+            raise ConfigError("document_BS with a context: document masks need whole sequences; leave one of them out")
         cos, sin = self._rope(context.positions)
         call: dict[str, Any] = {
             "cos": cos,
@@ -562,9 +528,7 @@ class GPT(LanguageModel):
         scores = self._read_out(x.reshape(-1, x.shape[-1]), table_VD, targets_R, **scoring)
         return GPTScores(scores.logprobs_R, tuple(all_stats), scores.entropies_R)
 
-    def _read_out(
-        self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None, **scoring: Any
-    ) -> Any:
+    def _read_out(self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None, **scoring: Any) -> Any:
         """Logits (..., V) of hidden states (..., D); with targets, the targets' `Scores` for (R, D)."""
         x = self.final_norm(x)
         if self.output is not None:

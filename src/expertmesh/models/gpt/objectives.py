@@ -14,7 +14,8 @@ OBJECTIVES: Mapping[str, type[GPTTask] | str] = MappingProxyType(
         "grpo": "expertmesh.rl.policy_task:PolicyTask",
     }
 )
-"""Task of each objective: its data, what a step makes of them, and its loss; "module:name" of one that stands above models."""
+"""Task of each objective: its data, what a step makes of them, and its loss; "module:name" of one that stands above
+models."""
 
 
 def task_class(name: str) -> type[GPTTask]:

@@ -1,4 +1,5 @@
-"""Parallelism of a GPT over ranks: FSDP by layer, expert parallelism, and tensor parallelism of attention and dense layers."""
+"""Parallelism of a GPT over ranks: FSDP by layer, expert parallelism, and tensor parallelism of attention and dense
+layers."""
 
 import math
 from collections.abc import Mapping
@@ -47,11 +48,8 @@ def parallelize_gpt(
 ) -> World:
     """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`.
 
-    With a tp_degree, ranks that share sequences call the model with the same whole sequences, and each gets the logits of its
-    own positions.
-
-    Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
+    With a tp_degree, ranks that share sequences call the model with the same whole sequences, and each gets the logits
+    of its own positions.
     """
     if world is None:
         world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
@@ -85,18 +83,15 @@ def _gathered(shared: SharedSequences, adapter: nn.Module, factor: str) -> Tenso
 def spread_gpt_for_engine(
     model: GPT, config: ParallelConfig, world: World
 ) -> tuple[ServingDegrees, ServingGroups, StepSizes]:
-    """Shard a GPT over ranks that serve requests together, in place; see `expertmesh.parallel.serving`. Every rank must call.
+    """Shard a GPT over ranks that serve requests together, in place; see `expertmesh.parallel.serving`. Every rank must
+    call.
 
     Args:
-        model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its weights.
-        config: degrees, see `serving_degrees`.
-        world: the ranks.
+        model: the model, with equal parameters on all ranks or on the meta device; call `as_plain` once it has its
+            weights.
 
     Returns:
         The degrees, this rank's groups, and the sizes that every step must set.
-
-    Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
     """
     degrees = serving_degrees(
         config,
@@ -123,7 +118,8 @@ def spread_gpt_for_engine(
 
 
 def _cut(model: GPT, module: str) -> dict[str, int]:
-    """Axis along which each parameter of a module is cut, by its name in the module; empty if there is no such module."""
+    """Axis along which each parameter of a module is cut, by its name in the module; empty if there is no such
+    module."""
     inside = f"{module}."
     return {
         one.name.removeprefix(inside): one.tensor_axis
@@ -133,14 +129,13 @@ def _cut(model: GPT, module: str) -> dict[str, int]:
 
 
 def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
-    """Tensor-parallel plan: attention by heads, dense layers by hidden size, embedding and output sharded for storage only."""
+    """Tensor-parallel plan: attention by heads, dense layers by hidden size, embedding and output sharded for storage
+    only."""
     # Each rank computes all logits of its own tokens. They are as large as the logits of all tokens for a slice of the
     # vocabulary, and any loss function works unchanged.
     is_even = model.config.dim % group.size == 0
     plan: dict[str, Sliced | ShardedStorage] = {
-        name: ShardedStorage(cut if is_even else {})
-        for name in ("embedding", "output")
-        if (cut := _cut(model, name))
+        name: ShardedStorage(cut if is_even else {}) for name in ("embedding", "output") if (cut := _cut(model, name))
     }
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
@@ -159,17 +154,8 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
 def check_degrees(
     model: ModelConfig, config: ParallelConfig, *, num_ranks: int, seq_len: int | None = None
 ) -> list[RouteSplit]:
-    """Check the degrees of parallelism of a GPT, before anything is built; returns the splits of its MoE layers' experts.
-
-    Args:
-        model: the model.
-        config: the degrees.
-        num_ranks: the number of ranks of the world.
-        seq_len: tokens of a sequence; None: not known.
-
-    Raises:
-        ConfigError: degrees do not fit the ranks, the heads, the sequence, or the experts of a layer.
-    """
+    """Check the degrees of parallelism of a GPT, before anything is built; returns the splits of its MoE layers'
+    experts."""
     degrees = degrees_of(config, num_ranks=num_ranks)
     moe_layers = [n for n in model.experts_per_layer() if n]
     splits = [

@@ -28,11 +28,8 @@ class PreferenceTask(AnswerTask):
     metric = Metric("accuracy", "accuracy of preferences", "accuracy", higher_is_better=True)
 
     def begin(self, model: nn.Module, data: Data, begin: Begin) -> None:
-        """Score all pairs under the reference, the weights that the run begins with, or read the scores of a run that goes on.
-
-        Raises:
-            ConfigError: the run has begun, and its scores are missing or damaged.
-        """
+        """Score all pairs under the reference, the weights that the run begins with, or read the scores of a run that
+        goes on."""
         assert isinstance(data, PairData)
         if not self.config.objective.has_reference:
             return
@@ -55,14 +52,16 @@ class PreferenceTask(AnswerTask):
         return len(places_of(batch))
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
-        """The batch with "pairs_per_token" (B,), the number of pairs for each token of chosen answers in the whole batch, FP64."""
+        """The batch with "pairs_per_token" (B,), the number of pairs for each token of chosen answers in the whole
+        batch, FP64."""
         num_tokens = int(named_tensors(batch)["counts"][:, 0].sum())
         ratio = self.num_items(batch) / num_tokens
         per_token_B = torch.full((len(batch[0]),), ratio, dtype=torch.float64)
         return with_named(batch, pairs_per_token=per_token_B)
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
-        """Loss of preferences, and the chosen answers' cross-entropy, a mean over the whole batch's tokens, with its weight."""
+        """Loss of preferences, and the chosen answers' cross-entropy, a mean over the whole batch's tokens, with its
+        weight."""
         answers, sums, losses_B, stats = self._judged(model, batch, part)
         total = losses_B.sum()
         if weight := self.config.objective.resolved_sft_weight:
@@ -94,9 +93,7 @@ class PreferenceTask(AnswerTask):
             reference_B2 = _real(more["reference"].flatten(0, 1), more).to(logprobs_B2)
         lengths_B2 = _per_pair(more["counts"].to(logprobs_B2.dtype), more)
         answers = PairScores(logprobs_B2, lengths_B2, reference_B2)
-        numbers = LossNumbers(
-            objective.resolved_beta, objective.label_smoothing, objective.resolved_gamma
-        )
+        numbers = LossNumbers(objective.resolved_beta, objective.label_smoothing, objective.resolved_gamma)
         losses_B = LOSSES[objective.loss](answers, numbers)
         entropies_B2 = _per_pair(found.at_positions(found.entropies_R.detach()), more)
         sums = pair_sums(answers, entropies_B2, losses_B, numbers, loss=objective.loss)

@@ -22,33 +22,19 @@ MICRO_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class PublishedGPT:
-    """Recipe of a model in the published tables.
+    """Recipe of a model in the published tables."""
 
-    Attributes:
-        name: the name of the recipe.
-        dim: model width.
-        num_layers: transformer layers.
-        num_heads: attention heads.
-        num_experts: see MoEConfig; none for a dense model.
-        residual: whether MoE layers have PR-MoE's residual MLP.
-        batch_size: sequences per step.
-        lr: peak learning rate.
-        min_lr: final learning rate.
-        init_std: standard deviation of the initial weights.
-        teacher: recipe of a Mixture-of-Students' teacher; none: no teacher.
-    """
-
-    name: str
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_experts: tuple[int, ...]
-    residual: bool
-    batch_size: int
-    lr: float
-    min_lr: float
-    init_std: float = 0.014
-    teacher: str | None = None
+    name: str  # the name of the recipe
+    dim: int  # model width
+    num_layers: int  # transformer layers
+    num_heads: int  # attention heads
+    num_experts: tuple[int, ...]  # see MoEConfig; none for a dense model
+    residual: bool  # whether MoE layers have PR-MoE's residual MLP
+    batch_size: int  # sequences per step
+    lr: float  # peak learning rate
+    min_lr: float  # final learning rate
+    init_std: float = 0.014  # standard deviation of the initial weights
+    teacher: str | None = None  # recipe of a Mixture-of-Students' teacher; none: no teacher
 
     @property
     def summary(self) -> str:
@@ -110,9 +96,7 @@ class PublishedGPT:
                 eval_every=1_000,
             ),
             # staged distillation: the published students stop it after 400,000 of 572,000 steps
-            distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7)
-            if self.teacher
-            else DistillConfig(),
+            distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7) if self.teacher else DistillConfig(),
         )
 
 

@@ -125,11 +125,7 @@ def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
 
 
 def finetune(folder: str) -> GPTRunConfig:
-    """Fine-tuning of the model of a folder: one epoch, AdamW at 2e-5, warm-up and cosine decay, no weight decay.
-
-    Args:
-        folder: a run directory, or a folder in transformers' format.
-    """
+    """Fine-tuning of the model of a folder: one epoch, AdamW at 2e-5, warm-up and cosine decay, no weight decay."""
     return GPTRunConfig(
         optim=OptimConfig(lr=2e-5, weight_decay=0.0, warmup_ratio=0.03),
         train=TrainConfig(

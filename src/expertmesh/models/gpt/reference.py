@@ -24,30 +24,17 @@ Score = Callable[[Batch, Part], Tensor]
 """Log-probabilities (P, 2) of the pairs of a batch, sample by sample."""
 
 
-def score_pairs(
-    task: Task, score: Score, data: PairData, *, device: torch.device, ranks: Ranks
-) -> dict[str, Tensor]:
+def score_pairs(task: Task, score: Score, data: PairData, *, device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
     """Scores (N, 2) of all pairs by split, FP64 on the CPU.
 
-    Training pairs are scored in the order, the micro-batches and the arithmetic of training's first epoch, and validation pairs as
-    evaluations take them, so that a model that has not changed has the same bits.
-
-    Args:
-        task: has the run's configuration, and cuts batches.
-        score: function that scores.
-        data: the pairs.
-        device: device of the model.
-        ranks: ranks that share the work.
+    Training pairs are scored in the order, the micro-batches and the arithmetic of training's first epoch, and
+    validation pairs as evaluations take them, so that a model that has not changed has the same bits.
     """
     train = task.config.train
     size, B = train.samples_per_pass, train.batch_size
     passes = {
         "training": (data.batch(first, B) for first in range(0, data.num_training, B)),
-        "validation": (
-            batch
-            for most in (train.eval_batches * B, None)
-            for batch in data.validation(most, size)
-        ),
+        "validation": (batch for most in (train.eval_batches * B, None) for batch in data.validation(most, size)),
     }
     counts = {side: data.num_pairs(side) for side in passes}
     found, progress = (
@@ -68,9 +55,7 @@ def score_pairs(
                     found_P2 = score(on_device, part).detach().to(scores_N2)
                     scores_N2[place_P[new_P]] = found_P2[new_P]
                 seen_N[places_of(batch)] = True
-        summed = ranks.sum_(
-            (scores_N2 * ranks.counted).to(ranks.device), what="the reference's scores"
-        )
+        summed = ranks.sum_((scores_N2 * ranks.counted).to(ranks.device), what="the reference's scores")
         found[side] = summed.to(scores_N2.device)
     return found
 
@@ -98,11 +83,7 @@ def write_scores(folder: Path, scores: dict[str, Tensor]) -> None:
 
 
 def read_scores(folder: Path, data: PairData) -> dict[str, Tensor]:
-    """Scores of a run directory.
-
-    Raises:
-        ConfigError: the file is missing, damaged or of other data.
-    """
+    """Scores of a run directory."""
     path = folder / FILE
     wanted = {side: data.num_pairs(side) for side in ("training", "validation")}
     try:

@@ -1,4 +1,5 @@
-"""Sizes of a GPT in a run: with adapters, which of its parameters rest and how they are kept, and the adapters' factors."""
+"""Sizes of a GPT in a run: with adapters, which of its parameters rest and how they are kept, and the adapters'
+factors."""
 
 from dataclasses import replace
 
@@ -11,11 +12,7 @@ from expertmesh.spec.resting import Resting
 
 
 def sizes_of_run(config: GPTRunConfig) -> GPTSizes:
-    """Sizes of a run's model, with adapters if it has some.
-
-    Args:
-        config: configuration of the run.
-    """
+    """Sizes of a run's model, with adapters if it has some."""
     sizes, adapter = sizes_of(config.model), config.adapter
     if not adapter.rests:
         return sizes

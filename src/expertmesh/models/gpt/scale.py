@@ -1,10 +1,11 @@
 """Recipes for clusters: MoE models of 0.4 to 3.6 trillion parameters, and dense bases of 15 and 100 billion.
 
-`expertmesh plan` finds clusters and layouts for them. `gpt-1.1t` is fairseq's and Tutel's model: 32 layers of width 4096, 512
-experts in every second one, top-2, GELU, a vocabulary of 51,200, sequences of 1,024. It has 1,104,050,130,944 parameters here,
-without biases, with RMSNorm, rotary positions and tied embeddings; fairseq's version (biases, LayerNorm, sinusoidal positions)
-has 1,104,219,021,312. The shapes of `gpt-3.5t` (46 layers of 6144, 512 experts: 3,570,511,951,872) and `gpt-400b` (46 of 4096,
-128 experts: 401,533,161,472) are ours, because publications of these sizes give none. Dropless, BF16, Adam with betas 0.9 and 0.95.
+`expertmesh plan` finds clusters and layouts for them. `gpt-1.1t` is fairseq's and Tutel's model: 32 layers of width
+4096, 512 experts in every second one, top-2, GELU, a vocabulary of 51,200, sequences of 1,024. It has 1,104,050,130,944
+parameters here, without biases, with RMSNorm, rotary positions and tied embeddings; fairseq's version (biases,
+LayerNorm, sinusoidal positions) has 1,104,219,021,312. The shapes of `gpt-3.5t` (46 layers of 6144, 512 experts:
+3,570,511,951,872) and `gpt-400b` (46 of 4096, 128 experts: 401,533,161,472) are ours, because publications of these
+sizes give none. Dropless, BF16, Adam with betas 0.9 and 0.95.
 """
 
 from dataclasses import dataclass
@@ -18,29 +19,17 @@ from expertmesh.models.gpt.published import TRAIN_TOKENS, WARMUP_TOKENS
 
 @dataclass(frozen=True)
 class LargeGPT:
-    """Recipe of a model for a cluster.
+    """Recipe of a model for a cluster."""
 
-    Attributes:
-        name: the name of the recipe.
-        dim: model width; experts and dense layers are four times as wide.
-        num_layers: transformer layers.
-        num_heads: attention heads.
-        num_experts: experts of every second layer, top-2; 0: a dense base.
-        seq_len: tokens per sequence.
-        batch_size: sequences per step.
-        micro_batch_size: sequences per forward pass, on all ranks together.
-        lr: peak learning rate.
-    """
-
-    name: str
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_experts: int
-    seq_len: int
-    batch_size: int
-    micro_batch_size: int
-    lr: float
+    name: str  # the name of the recipe
+    dim: int  # model width; experts and dense layers are four times as wide
+    num_layers: int  # transformer layers
+    num_heads: int  # attention heads
+    num_experts: int  # experts of every second layer, top-2; 0: a dense base
+    seq_len: int  # tokens per sequence
+    batch_size: int  # sequences per step
+    micro_batch_size: int  # sequences per forward pass, on all ranks together
+    lr: float  # peak learning rate
 
     @property
     def summary(self) -> str:

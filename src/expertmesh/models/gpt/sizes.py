@@ -16,15 +16,10 @@ from expertmesh.spec.model_spec import Parameter, num_elements
 
 @dataclass(frozen=True)
 class GPTSizes(ModelSizes):
-    """Sizes of a GPT with its activations layer by layer, unless another software trains it.
-
-    Attributes:
-        config: configuration of the model.
-        adapts: whether experts have adapters.
-    """
+    """Sizes of a GPT with its activations layer by layer, unless another software trains it."""
 
     config: ModelConfig = field(kw_only=True)
-    adapts: bool = False
+    adapts: bool = False  # whether experts have adapters
 
     def activations(self, layout: RankLayout, work: Workload) -> Activations:
         """Activations of a rank."""
@@ -34,17 +29,9 @@ class GPTSizes(ModelSizes):
 
 
 def sizes_of(config: ModelConfig) -> GPTSizes:
-    """Sizes of a GPT, with parameters counted by `gpt_spec`.
-
-    Args:
-        config: configuration of the model.
-    """
+    """Sizes of a GPT, with parameters counted by `gpt_spec`."""
     spec = gpt_spec(config)
-    of_layers = list(
-        zip(
-            config.experts_per_layer(), map(config.window_of, range(config.num_layers)), strict=True
-        )
-    )
+    of_layers = list(zip(config.experts_per_layer(), map(config.window_of, range(config.num_layers)), strict=True))
     kinds = Counter(of_layers)
     blocks = tuple(
         _block(config, kind[0], number, spec.layers[of_layers.index(kind)], window=kind[1])
@@ -62,11 +49,8 @@ def sizes_of(config: ModelConfig) -> GPTSizes:
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Sizes that a tensor-parallel degree must divide, by option; norms over all heads of a projection allow 1 alone.
-
-    Args:
-        config: configuration of the model.
-    """
+    """Sizes that a tensor-parallel degree must divide, by option; norms over all heads of a projection allow 1
+    alone."""
     if config.qk_norm and config.qk_norm_scope == "projection":
         return {"model.qk_norm_scope": 1}
     experts, moe = config.experts_per_layer(), config.moe

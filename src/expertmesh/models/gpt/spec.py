@@ -12,14 +12,7 @@ from expertmesh.spec.model_spec import ModelSpec, Parameter, parameter
 
 @lru_cache(maxsize=16)
 def gpt_spec(config: ModelConfig) -> ModelSpec:
-    """Every parameter of a GPT, without building it.
-
-    Args:
-        config: the model.
-
-    Raises:
-        ConfigError: the numbers of experts do not fit the layers.
-    """
+    """Every parameter of a GPT, without building it."""
     return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
 
 
@@ -40,18 +33,13 @@ def _parameters(config: ModelConfig) -> Iterator[Parameter]:
             yield one.inside(f"layers.{layer}.", f"model.layers.{layer}.", layer=layer)
     yield parameter("final_norm.weight", "norm", "norms", model=D, hub="model.norm.weight")
     if not config.tie_embeddings:
-        yield parameter(
-            "output.weight", "head", "output", vocab=V, model=D, cut="model", hub="lm_head.weight"
-        )
+        yield parameter("output.weight", "head", "output", vocab=V, model=D, cut="model", hub="lm_head.weight")
 
 
 def prediction_spec(config: ModelConfig) -> ModelSpec:
     """The multi-token-prediction layer of some checkpoints (DeepSeek-V3, section 2.2), which no GPT of ours has.
 
     It uses the model's embedding and output, though some checkpoints repeat them. Published counts include it or not.
-
-    Args:
-        config: the model; the prediction layer has the form of its last layer.
     """
     D, part = config.dim, "prediction"
     rows = [parameter(f"{name}.weight", "norm", part, model=D) for name in ("enorm", "hnorm")]
@@ -66,9 +54,7 @@ def _layer(config: ModelConfig, num_experts: int) -> Iterator[Parameter]:
     yield parameter("attention_norm.weight", "norm", "norms", model=D, hub="input_layernorm.weight")
     attention = _latent_attention(config) if config.is_latent else _attention(config)
     yield from (one.inside("attention.", "self_attn.") for one in attention)
-    yield parameter(
-        "ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight"
-    )
+    yield parameter("ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight")
     yield from feed_forward(config, num_experts)
 
 
@@ -126,31 +112,18 @@ def _matrix(name: str, theirs: str, **sizes: Any) -> Parameter:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters by part of the model; `total` counts each parameter once.
+    """Numbers of parameters by part of the model; `total` counts each parameter once."""
 
-    Attributes:
-        embedding: token embedding.
-        output: output projection; 0 when it is the embedding.
-        attention: projections and query-key norms.
-        norms: the norms of the residual stream.
-        dense_ffn: feed-forward layers without experts.
-        router: routers of all MoE layers.
-        experts: routed experts.
-        shared: shared experts.
-        residual: residual MLPs and coefficients.
-        inactive_experts: routed experts' parameters that one token does not use: all but K experts per MoE layer.
-    """
-
-    embedding: int
-    output: int
-    attention: int
-    norms: int
-    dense_ffn: int
-    router: int
-    experts: int
-    shared: int
-    residual: int
-    inactive_experts: int
+    embedding: int  # token embedding
+    output: int  # output projection; 0 when it is the embedding
+    attention: int  # projections and query-key norms
+    norms: int  # the norms of the residual stream
+    dense_ffn: int  # feed-forward layers without experts
+    router: int  # routers of all MoE layers
+    experts: int  # routed experts
+    shared: int  # shared experts
+    residual: int  # residual MLPs and coefficients
+    inactive_experts: int  # routed experts' parameters that one token does not use: all but K experts per MoE layer
 
     @property
     def total(self) -> int:
@@ -167,14 +140,8 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of a GPT exactly, without building it.
 
-    Args:
-        config: the model.
-
     Returns:
         The counts; `total` equals the sum over `GPT(config, device="meta").parameters()`.
-
-    Raises:
-        ConfigError: the numbers of experts do not fit the layers.
     """
     spec = gpt_spec(config)
     parts = [f.name for f in fields(ParameterCount) if f.name != "inactive_experts"]

@@ -96,9 +96,7 @@ class GPTTask(Task):
             output = model(ids_BS, targets_R=learned.targets_R, **call)
             return Loss(learned.sum(-output.logprobs_R), output.stats)
         output = model(ids_BS, **call)
-        losses_R = token_losses(
-            output.logits_BSV, learned.targets_R, distill=distill, overwrite_logits=True
-        )
+        losses_R = token_losses(output.logits_BSV, learned.targets_R, distill=distill, overwrite_logits=True)
         return Loss(learned.sum(losses_R), output.stats)
 
     def _distill_targets(
@@ -130,7 +128,8 @@ class GPTTask(Task):
         }
 
     def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean cross-entropy per token in nats, and total cross-entropy in bits divided by the bytes of the predicted text.
+        """Mean cross-entropy per token in nats, and total cross-entropy in bits divided by the bytes of the predicted
+        text.
 
         The end-of-text token costs bits but has no bytes, so the value is an upper bound of the text's bits per byte.
         """
@@ -151,27 +150,15 @@ class GPTTask(Task):
 
 
 class Learned(NamedTuple):
-    """The positions of this rank whose next token is learned.
+    """The positions of this rank whose next token is learned."""
 
-    Attributes:
-        rows_R: (R,) int64 their indices among the rank's tokens; None: all.
-        targets_R: (R,) int64 their next tokens.
-        is_real_R: (R,) bool, False for fillers; None: there are none.
-    """
-
-    rows_R: Tensor | None
-    targets_R: Tensor
-    is_real_R: Tensor | None
+    rows_R: Tensor | None  # (R,) int64 their indices among the rank's tokens; None: all
+    targets_R: Tensor  # (R,) int64 their next tokens
+    is_real_R: Tensor | None  # (R,) bool, False for fillers; None: there are none
 
     @classmethod
     def of(cls, targets_BS: Tensor, counts_BS: Tensor | None, part: Part) -> "Learned":
-        """Rows of targets (B, S), those whose counts_BS (all ranks' positions) is True. Does not synchronise.
-
-        Args:
-            targets_BS: the targets of this rank.
-            counts_BS: whether each target of all ranks is learned; None: all are.
-            part: place in the batch, with its number of items.
-        """
+        """Rows of targets (B, S), those whose counts_BS (all ranks' positions) is True. Does not synchronise."""
         targets_T = targets_BS.flatten()
         if counts_BS is None:
             return cls(None, targets_T, None)
@@ -197,13 +184,15 @@ class Learned(NamedTuple):
 
 
 def masks_of(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for padding."""
+    """Mask arguments of `GPT.forward` that the batch has: (B, S) document numbers, and (B, S) bool, False for
+    padding."""
     names = {"document": "document_BS", "is_token": "token_mask_BS"}
     return {name: more[key] for key, name in names.items() if key in more}
 
 
 def rounded_up(length: int) -> int:
-    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four lengths per doubling, so about a fifth more at most."""
+    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four lengths per doubling, so about a fifth more at
+    most."""
     step = max(4, 1 << max(0, (length - 1).bit_length() - 3))
     return max(16, -(-length // step) * step)
 

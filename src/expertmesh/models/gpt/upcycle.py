@@ -12,35 +12,22 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.module_adapters import refuse_adapters
 
 
-def upcycle_gpt(
-    model: GPT, copies: ExpertCopies, *, every: int, options: dict[str, Any]
-) -> list[str]:
+def upcycle_gpt(model: GPT, copies: ExpertCopies, *, every: int, options: dict[str, Any]) -> list[str]:
     """Replace the feed-forward blocks of every n-th layer, and change the model's configuration, in place.
 
     Args:
         model: a dense GPT, not spread over ranks and not on the meta device.
         copies: options for turning a block into experts.
         every: new value of `moe_every`.
-        options: further options of `expertmesh.config.moe.MoEConfig`.
-
-    Returns:
-        The names of the replaced modules.
-
-    Raises:
-        ConfigError: the model has experts, is not whole, or an option breaks a rule; the model is left unchanged.
     """
     before = model.config
     if before.num_moe_layers:
-        raise ConfigError(
-            f"GPT: has {before.num_moe_layers} layers with experts already; upcycle a dense one"
-        )
+        raise ConfigError(f"GPT: has {before.num_moe_layers} layers with experts already; upcycle a dense one")
     refuse_adapters(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or getattr(parameter, "device_mesh", None) is not None:
             what = "has no memory yet" if parameter.is_meta else "is spread over ranks already"
-            raise ConfigError(
-                f"GPT: {name} {what}; upcycle a model that is whole, and spread it afterwards"
-            )
+            raise ConfigError(f"GPT: {name} {what}; upcycle a model that is whole, and spread it afterwards")
     g = copies.granularity
     config = before.updated(
         {

@@ -16,25 +16,16 @@ IMPLEMENTATIONS = {
 
 
 def paged_attention(
-    q_THd: Tensor,
-    k_NShd: Tensor,
-    v_NShd: Tensor,
-    keys: PagedKeys,
-    rule: ScoreRule = PLAIN,
+    q_THd: Tensor,  # (T, H, d) queries
+    k_NShd: Tensor,  # (pages, page size, heads, d) keys; heads divides H
+    v_NShd: Tensor,  # (pages, page size, heads, n) values
+    keys: PagedKeys,  # rows and pages of the sequences
+    rule: ScoreRule = PLAIN,  # window, chunk, soft cap and sinks
     *,
-    attention: Attention,
-    is_invariant: bool = False,
+    attention: Attention,  # attention of a padded batch, where there is no kernel; see `OpSet.attention`
+    is_invariant: bool = False,  # whether `attention` is batch-invariant
 ) -> Tensor:
     """Compute softmax(rule(q k^T / sqrt(d))) v of every row over the keys up to its own; not seen by autograd.
-
-    Args:
-        q_THd: (T, H, d) queries.
-        k_NShd: (pages, page size, heads, d) keys; heads divides H.
-        v_NShd: (pages, page size, heads, n) values.
-        keys: rows and pages of the sequences.
-        rule: window, chunk, soft cap and sinks.
-        attention: attention of a padded batch, where there is no kernel; see `OpSet.attention`.
-        is_invariant: whether `attention` is batch-invariant.
 
     Returns:
         (T, H, n) in the type of q; 0 for padding rows.

@@ -67,36 +67,22 @@ def _of_batch(
 
 
 class _Keys(NamedTuple):
-    """Keys of a batch under one rule.
+    """Keys of a batch under one rule."""
 
-    Attributes:
-        places: (B, L) slots in the pages; a slice for one sequence whose slots are adjacent.
-        visible: keys that each query sees.
-        has_rule: whether `visible` contains the rule's window and chunk.
-    """
-
-    places: Tensor | slice
-    visible: Visible
-    has_rule: bool
+    places: Tensor | slice  # (B, L) slots in the pages; a slice for one sequence whose slots are adjacent
+    visible: Visible  # keys that each query sees
+    has_rule: bool  # whether `visible` contains the rule's window and chunk
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences of a step with equally many queries.
+    """Sequences of a step with equally many queries."""
 
-    Attributes:
-        rows: (B * S,) rows of the queries; a slice if there is one sequence.
-        num_queries: S.
-        lengths: keys of each sequence.
-        table_BN: pages of each.
-        found: keys by rule.
-    """
-
-    rows: Tensor | slice
-    num_queries: int
-    lengths: tuple[int, ...]
-    table_BN: Tensor
-    found: dict[tuple[int | None, int | None], _Keys] = field(default_factory=dict)
+    rows: Tensor | slice  # (B * S,) rows of the queries; a slice if there is one sequence
+    num_queries: int  # S
+    lengths: tuple[int, ...]  # keys of each sequence
+    table_BN: Tensor  # pages of each
+    found: dict[tuple[int | None, int | None], _Keys] = field(default_factory=dict)  # keys by rule
 
     def under(self, rule: ScoreRule, page_size: int, *, from_first: bool) -> _Keys:
         """Keys under a rule; with `from_first`, those before a window stay, so that blocks of keys begin at the first."""

@@ -12,18 +12,12 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """Pages of the keys of B sequences, and rows of their queries; made once per step, for all layers.
+    """Pages of the keys of B sequences, and rows of their queries; made once per step, for all layers."""
 
-    Attributes:
-        starts: (B + 1,) int64 first row of each sequence, and the number of all rows.
-        num_keys_B: (B,) int64 keys of each sequence, of which the last are its queries' own; 0: its rows are padding.
-        table_BN: (B, N) int64 pages of each sequence; entries behind its last page are not read.
-        most_queries: maximum number of queries of a sequence, if the host knows it.
-        memo: what an implementation keeps for the step's other layers.
-    """
-
-    starts: Tensor
+    starts: Tensor  # (B + 1,) int64 first row of each sequence, and the number of all rows
+    # (B,) int64 keys of each sequence, of which the last are its queries' own; 0: its rows are padding
     num_keys_B: Tensor
-    table_BN: Tensor
-    most_queries: int | None = None
+    table_BN: Tensor  # (B, N) int64 pages of each sequence; entries behind its last page are not read
+    most_queries: int | None = None  # maximum number of queries of a sequence, if the host knows it
+    # what an implementation keeps for the step's other layers
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -13,8 +13,6 @@ class ScoreRule:
     """Modifications of the scores q k^T / sqrt(d) in one layer.
 
     Attributes:
-        window: number of keys that a query attends to: its own and the window - 1 before it; None: all before it.
-        softcap: c; scores become c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2); None: no cap.
         sinks_H: (H,) extra score per query head that enters the softmax without a value (gpt-oss; Xiao et al., arXiv
             2309.17453); None: no sinks.
         chunk: positions per chunk; a query attends to keys of its own chunk only (Llama 4); None: no chunks. Keys begin
@@ -24,8 +22,9 @@ class ScoreRule:
         >>> rule = ScoreRule(window=128, sinks_H=torch.zeros(8))
     """
 
+    # number of keys that a query attends to: its own and the window - 1 before it; None: all before it
     window: int | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # c; scores become c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2); None: no cap
     sinks_H: Tensor | None = None
     chunk: int | None = None
 
@@ -49,9 +48,6 @@ def in_window(visible: Visible, rule: ScoreRule, *, num_keys: int, device: torch
 
     Args:
         visible: visible keys before the restriction.
-        rule: its window and chunk are read.
-        num_keys: L.
-        device: the device of the mask.
     """
     S = visible.num_queries
     sizes = [size for size in (rule.window, rule.chunk) if size is not None]

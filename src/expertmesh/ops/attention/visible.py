@@ -8,20 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Visible:
-    """Visible keys of the queries of B sequences, the last S of L tokens each; a pytree.
+    """Visible keys of the queries of B sequences, the last S of L tokens each; a pytree."""
 
-    Attributes:
-        num_queries: S.
-        is_causal: whether queries attend to no later key. Without a mask, a causal query attends to every key up to its
-            own.
-        mask: (B or 1, 1, S or 1, L) bool, True for visible keys; None: all keys, or all up to the query's own if
-            causal.
-        first_B: (B,) int64 column of each sequence's first token, after its left padding; None: column 0.
-    """
-
-    num_queries: int
+    num_queries: int  # S
+    # whether queries attend to no later key. Without a mask, a causal query attends to every key up to its own.
     is_causal: bool = True
+    # (B or 1, 1, S or 1, L) bool, True for visible keys; None: all keys, or all up to the query's own if causal
     mask: Tensor | None = None
+    # (B,) int64 column of each sequence's first token, after its left padding; None: column 0
     first_B: Tensor | None = None
 
 
@@ -31,10 +25,10 @@ torch.utils._pytree.register_dataclass(
 
 
 def visible(
-    num_queries: int,
-    num_keys: int,
+    num_queries: int,  # S, the last tokens of the keys
+    num_keys: int,  # L >= S
     *,
-    device: torch.device,
+    device: torch.device,  # the device of the mask
     is_token_BL: Tensor | None = None,
     document_BS: Tensor | None = None,
 ) -> Visible:
@@ -43,9 +37,6 @@ def visible(
     A padding token attends to itself, so that no row of the softmax is empty.
 
     Args:
-        num_queries: S, the last tokens of the keys.
-        num_keys: L >= S.
-        device: the device of the mask.
         is_token_BL: (B, L) bool, False for padding, to which no other token attends; None: no padding.
         document_BS: (B, S) integer document of each token, L = S; tokens attend within their document only; None: one
             document.
@@ -69,7 +60,6 @@ def visible_source(is_token_BL: Tensor | None, *, num_queries: int) -> Visible:
 
     Args:
         is_token_BL: (B, L) bool, False for padding; None: no padding.
-        num_queries: S.
     """
     mask = None if is_token_BL is None else is_token_BL[:, None, None]
     return Visible(num_queries, is_causal=False, mask=mask)

@@ -24,46 +24,32 @@ from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.dtypes import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
-"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2 cache."""
+"""Elements of one buffer per thread (1 MiB in FP32); smaller blocks lose more to calls than they gain from the L2
+cache."""
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class GradientBlock:
-    """Inputs and outputs of one block of rows in the backward; `up` is None for plain activations.
+    """Inputs and outputs of one block of rows in the backward; `up` is None for plain activations."""
 
-    Attributes:
-        gate: pre-activations, the first branch (or the only one).
-        up: the second branch.
-        grad: gradient of s * act before the product with s; overwritten.
-        out: receives s * act.
-        d_gate: receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation.
-        d_up: receives the gradient of up; may be up itself, or the `act` scratch.
-    """
-
-    gate: Tensor
-    up: Tensor | None
-    grad: Tensor
-    out: Tensor
-    d_gate: Tensor
-    d_up: Tensor | None
+    gate: Tensor  # pre-activations, the first branch (or the only one)
+    up: Tensor | None  # the second branch
+    grad: Tensor  # gradient of s * act before the product with s; overwritten
+    out: Tensor  # receives s * act
+    d_gate: Tensor  # receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation
+    d_up: Tensor | None  # receives the gradient of up; may be up itself, or the `act` scratch
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Scratch memory for blocks of rows, and the passes over them.
+    """Scratch memory for blocks of rows, and the passes over them."""
 
-    Attributes:
-        activation: name of the activation.
-        hidden_dim: F.
-        block_rows: rows per block.
-        scratch: FP32 or FP64 buffers (block_rows, F); rows that are FP32 or FP64 themselves need fewer.
-    """
-
-    activation: str
-    hidden_dim: int
+    activation: str  # name of the activation
+    hidden_dim: int  # F
     block_rows: int
+    # FP32 or FP64 buffers (block_rows, F); rows that are FP32 or FP64 themselves need fewer
     scratch: tuple[Tensor, ...]
 
     @staticmethod
@@ -100,22 +86,14 @@ class Passes:
 
     def backward(
         self,
-        grad_WF: Tensor,
-        h_RH: Tensor,
-        rows_W: Tensor | None,
-        s_W: Tensor,
-        out_WF: Tensor,
-        d_h_WH: Tensor,
+        grad_WF: Tensor,  # (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten
+        h_RH: Tensor,  # (R, G * F) pre-activations, of the same dtype
+        rows_W: Tensor | None,  # (W,) int32 row of each place, in [0, R); None: all rows in order
+        s_W: Tensor,  # (W,) routing weights, FP32 or FP64
+        out_WF: Tensor,  # (W, F), receives s * act(h)
+        d_h_WH: Tensor,  # (W, G * F), receives the gradient of h
     ) -> Tensor:
         """Write s * act(h) and the gradient of h, at places that refer to rows of h by index.
-
-        Args:
-            grad_WF: (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
-            h_RH: (R, G * F) pre-activations, of the same dtype.
-            rows_W: (W,) int32 row of each place, in [0, R); None: all rows in order.
-            s_W: (W,) routing weights, FP32 or FP64.
-            out_WF: (W, F), receives s * act(h).
-            d_h_WH: (W, G * F), receives the gradient of h.
 
         Returns:
             The gradient of s, rowsum(grad * act(h)), (W,).
@@ -127,10 +105,7 @@ class Passes:
         d_gates, d_ups = self._branches(d_h_WH)
         grads, outs = self._blocks(grad_WF), self._blocks(out_WF)
         weights = zip(self._blocks(s_W[:, None]), self._blocks(d_s_W), strict=True)
-        blocks = (
-            GradientBlock(*views)
-            for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
-        )
+        blocks = (GradientBlock(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True))
         for block, (s, d_s) in zip(blocks, weights, strict=True):
             act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
             if h_WH.dtype == s_W.dtype:
@@ -144,9 +119,7 @@ class Passes:
                     block.d_up.copy_(wide.d_up)
         return d_s_W
 
-    def _block_backward(
-        self, block: GradientBlock, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
-    ) -> None:
+    def _block_backward(self, block: GradientBlock, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor) -> None:
         grad, out = block.grad, block.out
         self._pointwise(block.gate, act)
         if block.up is None or block.d_up is None:
@@ -227,12 +200,9 @@ class Passes:
             out.mul_(grad).mul_(2)
 
 
-def passes_for(
-    activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
-) -> Passes | CompiledPasses:
+def passes_for(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> Passes | CompiledPasses:
     """Make the passes of a call with num_rows rows in all; its parts have the dtype, the device and at most the rows of
-    `rows_RF` (R, F).
-    """
+    `rows_RF` (R, F)."""
     if compiled_passes.serves(activation, rows_RF, num_rows=num_rows, backward=backward):
         return CompiledPasses(activation)
     return Passes.allocate(activation, rows_RF, backward=backward)

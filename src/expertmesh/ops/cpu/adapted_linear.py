@@ -24,15 +24,10 @@ MOST_EXPERTS = 8
 
 
 class Panel(NamedTuple):
-    """Panel of neighbouring experts that share products of their adapters.
-
-    Attributes:
-        blocks: rows of each expert of the panel that has rows.
-        rows: all rows of the panel, as one block.
-    """
+    """Panel of neighbouring experts that share products of their adapters."""
 
     blocks: list[ExpertRows]
-    rows: ExpertRows
+    rows: ExpertRows  # all rows of the panel, as one block
 
     @property
     def experts(self) -> slice:
@@ -71,7 +66,8 @@ class Panel(NamedTuple):
             low_Rr[block.start : block.stop] = wide[rows, own]
 
     def each(self, values: Tensor, live: int) -> Tensor:
-        """Rows to multiply if each has its own result: padding may be rows of the next panel, but not rows behind the last live one."""
+        """Rows to multiply if each has its own result: padding may be rows of the next panel, but not rows behind the
+        last live one."""
         end = self.rows.start + self.rows.size
         shares = len(self.blocks) > 1 and end <= live
         return values[self.rows.start : end] if shares else self.rows.alone(values)
@@ -88,9 +84,7 @@ def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int)
     """Panels of all experts that have rows, in order; a panel of several experts has at most `most_rows` rows."""
     gathered: list[ExpertRows] = []
     for block in rows_by_expert(bounds, w_ENK, dtype, is_coarse=True):
-        if gathered and (
-            len(gathered) == MOST_EXPERTS or block.stop - gathered[0].start > most_rows
-        ):
+        if gathered and (len(gathered) == MOST_EXPERTS or block.stop - gathered[0].start > most_rows):
             yield _panel(gathered, w_ENK, dtype)
             gathered = []
         gathered.append(block)
@@ -107,7 +101,8 @@ def _panel(gathered: list[ExpertRows], w_ENK: Tensor, dtype: torch.dtype) -> Pan
 
 
 def instructions_for(dtype: torch.dtype) -> str:
-    """Product instructions of this processor for a 16-bit dtype: "tiles" (AMX), "dots" (AVX-512) or "none"; "none" for other dtypes."""
+    """Product instructions of this processor for a 16-bit dtype: "tiles" (AMX), "dots" (AVX-512) or "none"; "none" for
+    other dtypes."""
     if dtype == torch.float16:
         return "tiles" if torch.cpu._is_amx_fp16_supported() else "none"
     if dtype != torch.bfloat16:

@@ -37,15 +37,11 @@ _said: list[str] = []
 
 @dataclass(frozen=True)
 class Loop:
-    """A compiled function, or the reason why there is none.
+    """A compiled function, or the reason why there is none."""
 
-    Attributes:
-        run: the function; takes contiguous tensors, or column slices as in the example. Indices are not checked.
-        problem: the reason, one line.
-    """
-
+    # the function; takes contiguous tensors, or column slices as in the example. Indices are not checked.
     run: Callable[..., Any] | None
-    problem: str = ""
+    problem: str = ""  # the reason, one line
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run the loop; callers must have checked that `run` is not None."""
@@ -54,17 +50,11 @@ class Loop:
 
 
 def make_loop(
-    function: Callable[..., Any],
-    example: tuple[Tensor, ...],
-    options: Mapping[str, Any] | None = None,
+    function: Callable[..., Any],  # returns tensors; may write into arguments that it does not read
+    example: tuple[Tensor, ...],  # small CPU tensors without sizes 0 and 1. Equal sizes are compiled as always equal.
+    options: Mapping[str, Any] | None = None,  # further options of Inductor
 ) -> Loop:
-    """Compile a function of tensors, and check its results on the example against the function itself.
-
-    Args:
-        function: returns tensors; may write into arguments that it does not read.
-        example: small CPU tensors without sizes 0 and 1. Equal sizes are compiled as always equal.
-        options: further options of Inductor.
-    """
+    """Compile a function of tensors, and check its results on the example against the function itself."""
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
         with _ONE_AT_A_TIME, torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -110,11 +100,7 @@ def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @contextmanager
 def while_tracing() -> Iterator[None]:
     """Context for tracing: holds torch's compile lock, sets its compiling state, and hides the work from the caller's
-    dispatch modes.
-
-    Raises:
-        RuntimeError: torch.compile is disabled.
-    """
+    dispatch modes."""
     with while_compiling():
         from torch._export.utils import _compiling_state_context
 
@@ -143,13 +129,7 @@ def while_compiling() -> Iterator[None]:
 def compile_graph(
     graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph traced with symbolic sizes.
-
-    Args:
-        graph: a `torch.fx.GraphModule`.
-        example: its arguments.
-        options: further options of Inductor.
-    """
+    """Compile a graph traced with symbolic sizes. `graph`: a `torch.fx.GraphModule`."""
     with while_compiling():
         from torch._inductor import standalone_compile
         from torch._inductor.cpu_vec_isa import pick_vec_isa

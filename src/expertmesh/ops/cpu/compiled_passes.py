@@ -29,10 +29,8 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
     """Whether `CompiledPasses` supports this pass. The first large call of an activation and dtype compiles its loop.
 
     Args:
-        activation: the name of the activation.
         rows_RF: some rows of A; H and the gradients have its dtype.
         num_rows: N, rows of the whole call.
-        backward: whether the pass is the backward.
     """
     F, dtype = rows_RF.shape[1], rows_RF.dtype
     if num_rows * F < SMALLEST or F < 2 or dtype not in DTYPES or not rows_RF.is_cpu:
@@ -42,13 +40,9 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled replacement of `Passes`, for calls that `serves` accepts.
+    """Compiled replacement of `Passes`, for calls that `serves` accepts."""
 
-    Attributes:
-        activation: the name of the activation.
-    """
-
-    activation: str
+    activation: str  # the name of the activation
 
     def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
         """Write s * act(h), see `Passes.forward`."""
@@ -64,8 +58,7 @@ class CompiledPasses:
         d_h_WH: Tensor,
     ) -> Tensor:
         """Write s * act(h) and the gradient of h, see `Passes.backward`; but d_h may not share memory with h, and grad
-        is not overwritten.
-        """
+        is not overwritten."""
         if rows_W is None:
             rows_W = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
         return backward_loop(self.activation, h_RH.dtype)(

@@ -1,4 +1,5 @@
-"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 or 1/8 (`gemm_rows`), so that few shapes occur.
+"""Rows of one expert among all sorted rows, padded for the CPU's products by up to 1/32 or 1/8 (`gemm_rows`), so that
+few shapes occur.
 
 Padding rows must not affect the expert's own rows, even if they are not finite.
 """
@@ -14,24 +15,18 @@ from torch.nn import functional as F
 from expertmesh.ops.cpu.products import gemm_rows
 
 _TILE = 32
-"""Elements that AMX reads at once: at a row's end it reads on into the next row and multiplies these elements by zero."""
+"""Elements that AMX reads at once: at a row's end it reads on into the next row and multiplies these elements by
+zero."""
 _NARROW = 1 << 16
 
 
 class ExpertRows(NamedTuple):
-    """Rows of one expert that has rows.
+    """Rows of one expert that has rows."""
 
-    Attributes:
-        expert: index of the expert.
-        start: first row.
-        stop: last row + 1.
-        size: number of rows to multiply, padding included.
-    """
-
-    expert: int
-    start: int
-    stop: int
-    size: int
+    expert: int  # index of the expert
+    start: int  # first row
+    stop: int  # last row + 1
+    size: int  # number of rows to multiply, padding included
 
     def each(self, values: Tensor) -> Tensor:
         """Rows to multiply if each has its own result; padding is the next experts' rows, or zeros."""
@@ -47,7 +42,8 @@ class ExpertRows(NamedTuple):
         return F.pad(own, (0, 0, 0, behind)) if behind else own
 
     def room(self, values: Tensor) -> Tensor:
-        """Output buffer of the rows: in place, because later experts overwrite the padding; a new tensor if it would reach past the end."""
+        """Output buffer of the rows: in place, because later experts overwrite the padding; a new tensor if it would
+        reach past the end."""
         end = self.start + self.size
         if end <= len(values):
             return values[self.start : end]
@@ -62,14 +58,7 @@ class ExpertRows(NamedTuple):
 def rows_by_expert(
     bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, *, is_coarse: bool = False
 ) -> Iterator[ExpertRows]:
-    """Rows of each expert that has rows, in order.
-
-    Args:
-        bounds: first row of each expert, and the end of the last one's rows.
-        w_ENK: the matrices of all experts.
-        dtype: the dtype of the products.
-        is_coarse: as of `gemm_rows`; small matrices always are.
-    """
+    """Rows of each expert that has rows, in order. `is_coarse`: as of `gemm_rows`; small matrices always are."""
     is_coarse = is_coarse or w_ENK.shape[1] * w_ENK.shape[2] <= _NARROW
     for e, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:

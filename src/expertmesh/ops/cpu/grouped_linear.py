@@ -1,4 +1,5 @@
-"""Torch backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by autograd."""
+"""Torch backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by
+autograd."""
 
 from itertools import pairwise
 
@@ -19,14 +20,8 @@ from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 _FEW_ROWS = 64
 
 
-def forward(
-    x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
-) -> Tensor:
-    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`.
-
-    Raises:
-        ConfigError: offsets do not begin at 0, decrease, or pass the rows.
-    """
+def forward(x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool) -> Tensor:
+    """Compute (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
     bounds = offsets_E.tolist()
     _check_bounds(bounds, x_RK.shape[0])
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)
@@ -48,9 +43,7 @@ def forward(
     return y.to(x_RK.dtype)
 
 
-def weight_grad(
-    grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
-) -> Tensor:
+def weight_grad(grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool) -> Tensor:
     """Compute the gradient of the weights, contiguous; zeros for experts without rows."""
     bounds = offsets_E.tolist()
     dtype = gemm_dtype(x_RK.device, x_RK.dtype)
@@ -88,12 +81,7 @@ def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: t
     """Whether PyTorch's grouped product is the fastest choice: few rows, each weight read once."""
     counts = [stop - start for start, stop in pairwise(bounds)]
     num_live = sum(count > 0 for count in counts)
-    return (
-        b_EN is None
-        and dtype == w_ENK.dtype
-        and 0 < max(counts) < _FEW_ROWS
-        and grouped_mm_serves(w_ENK, num_live)
-    )
+    return b_EN is None and dtype == w_ENK.dtype and 0 < max(counts) < _FEW_ROWS and grouped_mm_serves(w_ENK, num_live)
 
 
 def _zero_empty(values_E: Tensor, bounds: list[int]) -> None:

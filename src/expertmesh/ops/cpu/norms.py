@@ -29,25 +29,19 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     Args:
         x: (..., dim) on the CPU.
         weight: (dim,).
-        eps: added to the mean square.
-
-    Returns:
-        Shape and dtype of x.
     """
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = _RMSNorm.apply(flat, weight, eps)
     return y.view(x.shape)
 
 
-def norm_and_rope(
-    x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
-) -> Tensor:
-    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`; differentiable once.
+def norm_and_rope(x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`;
+    differentiable once.
 
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
         weight: (head_dim,), or None: no norm.
-        eps: the epsilon of the norm.
         cos: (S, head_dim / 2).
         sin: (S, head_dim / 2).
 
@@ -69,9 +63,7 @@ def _inverse_rms(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _norm_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, grad_weight: Tensor
-) -> Tensor:
+def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, grad_weight: Tensor) -> Tensor:
     """Gradient of x from the gradient of y = x * scale * weight; adds to grad_weight.
 
     With n = x scale: dx = scale (g w - n mean(g w n)), dw = sum(g n).
@@ -113,10 +105,9 @@ class _RMSNorm(torch.autograd.Function):
         return out_TD, grad_weight.to(weight.dtype), None
 
 
-def _whole_tables(
-    cos: Tensor, sin: Tensor, num_heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Tables (S, H, head_dim) for whole rows: products of contiguous rows are several times as fast as products of half rows."""
+def _whole_tables(cos: Tensor, sin: Tensor, num_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables (S, H, head_dim) for whole rows: products of contiguous rows are several times as fast as products of half
+    rows."""
     S, half = cos.shape
 
     def whole(first: Tensor, second: Tensor) -> Tensor:
@@ -135,9 +126,7 @@ def _rotate(x_BSHd: Tensor, cos_SHd: Tensor, sin_SHd: Tensor) -> Tensor:
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_BSHd: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x_BSHd: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         dtype = accumulate_dtype(x_BSHd.dtype)
         B, S, H, d = x_BSHd.shape
         y_BSHd = x_BSHd.new_empty(B, S, H, d)

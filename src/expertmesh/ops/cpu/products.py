@@ -78,18 +78,13 @@ def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def gemm_rows(
-    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_coarse: bool = False
-) -> int:
+def gemm_rows(num_rows: int, device: torch.device, dtype: torch.dtype, *, is_coarse: bool = False) -> int:
     """Round a number of rows up for a product, by up to 1/32, so that few shapes occur.
 
     PyTorch's CPU products of BF16 and FP16 matrices, and oneDNN's of FP32 ones, generate code for every new shape. That
     takes as long as a product of some hundred rows, and row counts differ in every training step.
 
     Args:
-        num_rows: rows of one expert.
-        device: the device of the product.
-        dtype: the dtype of the product.
         is_coarse: round by up to 1/8: where generating code takes as long as ten products, or where so many kinds of
             products are called that oneDNN's cache, of 1,024 codes of half a megabyte, would not hold all of them.
     """
@@ -101,14 +96,7 @@ def gemm_rows(
 
 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
-    """Write the product a b into a tensor, or add it; not seen by autograd.
-
-    Args:
-        a_MK: (M, K).
-        b_KN: (K, N).
-        out_MN: (M, N) of the same dtype.
-        add: add to out_MN instead of overwriting it.
-    """
+    """Write the product a b into a tensor, or add it; not seen by autograd."""
     if is_worth_it(a_MK, b_KN):
         found = _onednn(a_MK, b_KN)
         if add:
@@ -136,7 +124,8 @@ def is_worth_it(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Product by oneDNN, which copies its first operand if not contiguous; the smaller of two such operands goes first."""
+    """Product by oneDNN, which copies its first operand if not contiguous; the smaller of two such operands goes
+    first."""
     swap = bias_N is None and not a_MK.is_contiguous() and b_KN.shape[1] < a_MK.shape[0]
     x, w = (b_KN.T, a_MK) if swap else (a_MK, b_KN.T)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias_N, "none", [], "")
@@ -188,9 +177,7 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
     On the CPU it is the same loop without Python, over all experts, including those without rows. Its requirements
     (bytes of a row, contiguous weights) are checked here.
     """
-    by_the_best_library = w_ENK.dtype == torch.bfloat16 or (
-        w_ENK.dtype == torch.float32 and not mkl_holds_back()
-    )
+    by_the_best_library = w_ENK.dtype == torch.bfloat16 or (w_ENK.dtype == torch.float32 and not mkl_holds_back())
     return (
         w_ENK.device.type == "cpu"
         and by_the_best_library

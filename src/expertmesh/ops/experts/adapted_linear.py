@@ -17,39 +17,26 @@ from expertmesh.ops.transforms import refuse_second_derivative, refuse_transform
 
 
 def adapted_linear(
-    x_RK: Tensor,
-    w: Tensor,
-    offsets_E: Tensor,
-    a_ErK: Tensor,
-    b_ENr: Tensor,
-    scaling: float,
+    x_RK: Tensor,  # (R, K) rows sorted by expert
+    w: Tensor,  # (E, N, K), or (E, K, N) with `transposed`
+    offsets_E: Tensor,  # (E + 1,) int32, `RouteMetadata.offsets_E`
+    a_ErK: Tensor,  # (E, r, K), A of each expert; may be a view
+    b_ENr: Tensor,  # (E, N, r), B of each expert; may be a view
+    scaling: float,  # s
     *,
-    bias_EN: Tensor | None = None,
-    transposed: bool = False,
-    backend: str = "auto",
+    bias_EN: Tensor | None = None,  # (E, N), or None
+    transposed: bool = False,  # whether the matrices are stored as (K, N)
+    backend: str = "auto",  # see `grouped_linear`
 ) -> Tensor:
-    """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section 4.1).
+    """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section
+    4.1).
 
     Neither W + s B A nor a gradient of its size is materialised, unless w requires a gradient. On a CPU with product
     instructions for the dtype, with frozen weights and without bias, it is one operator; otherwise three
     `grouped_linear`.
 
-    Args:
-        x_RK: (R, K) rows sorted by expert.
-        w: (E, N, K), or (E, K, N) with `transposed`.
-        offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
-        a_ErK: (E, r, K), A of each expert; may be a view.
-        b_ENr: (E, N, r), B of each expert; may be a view.
-        scaling: s.
-        bias_EN: (E, N), or None.
-        transposed: whether the matrices are stored as (K, N).
-        backend: see `grouped_linear`.
-
     Returns:
         (R, N) in the type of x, or autocast's.
-
-    Raises:
-        ConfigError: shapes or types do not fit one another.
     """
     refuse_transforms("adapted_linear", lambda: [x_RK, w, a_ErK, b_ENr, bias_EN])
     dtype = x_RK.dtype

@@ -29,15 +29,12 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
 Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
-"""Function ((R, K) rows sorted by expert, experts, (E, N) biases or None, whether of w_in) -> (R, N) adapted products."""
+"""Function ((R, K) rows sorted by expert, experts, (E, N) biases or None, whether of w_in) -> (R, N) adapted
+products."""
 
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read.
-
-    Raises:
-        ConfigError: the adapters have another number of experts.
-    """
+    """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read."""
     if call.runs:
         return _forward_of_runs(call)
     assert call.maps is not None and call.adapters is not None
@@ -74,10 +71,7 @@ class _Invariant(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
-        leaves = [
-            t.detach().requires_grad_(need)
-            for t, need in zip(ctx.saved_tensors, needs, strict=True)
-        ]
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs, strict=True)]
         with torch.enable_grad(), without_autocast(grad_TD.device):
             y_TD = _forward_of_all(_with_tensors(ctx.call, leaves))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -92,8 +86,7 @@ def _with_tensors(call: ExpertsCall, tensors: Sequence[Tensor]) -> ExpertsCall:
     count = len(call.experts.parameters)
     factors = iter(rest[count:])
     adapters = [
-        None if one is None else one._replace(a_ErK=next(factors), b_ENr=next(factors))
-        for one in call.adapters
+        None if one is None else one._replace(a_ErK=next(factors), b_ENr=next(factors)) for one in call.adapters
     ]
     return call._replace(
         x_TD=x_TD,
@@ -105,7 +98,8 @@ def _with_tensors(call: ExpertsCall, tensors: Sequence[Tensor]) -> ExpertsCall:
 
 
 def _forward_of_runs(call: ExpertsCall) -> Tensor:
-    """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not synchronise."""
+    """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not
+    synchronise."""
     assert call.maps is not None
     if call.batch_invariant:
         return _forward_of_runs_invariant(call)
@@ -119,7 +113,8 @@ def _forward_of_runs(call: ExpertsCall) -> Tensor:
 
 
 def _forward_of_runs_invariant(call: ExpertsCall) -> Tensor:
-    """Compute `forward_of_runs` with batch-invariant sums; tokens without adapters get the bits of a call without runs."""
+    """Compute `forward_of_runs` with batch-invariant sums; tokens without adapters get the bits of a call without
+    runs."""
     maps, bare = call.maps, call._replace(runs=())
     assert maps is not None
     if not native.serves_rows(bare):
@@ -131,12 +126,8 @@ def _forward_of_runs_invariant(call: ExpertsCall) -> Tensor:
         if run.on_in is not None or run.on_out is not None:
             has_T1[run.first : run.stop] = True
     with_TK, without_TK = ids_TK.masked_fill(~has_T1, E), ids_TK.masked_fill(has_T1, E)
-    y_TD, _ = native.forward_of_rows(
-        bare._replace(maps=route_metadata(without_TK, E)), save_h=False
-    )
-    return torch.where(
-        has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD
-    )
+    y_TD, _ = native.forward_of_rows(bare._replace(maps=route_metadata(without_TK, E)), save_h=False)
+    return torch.where(has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD)
 
 
 def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
@@ -184,18 +175,14 @@ def _times(
         return y_RN if adapter is None else y_RN + _added(x_RK, adapter, **how)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     w_ENK = _dense(experts, is_in)
-    return adapted_linear(
-        x_RK, w_ENK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, bias_EN=b_EN, **how
-    )
+    return adapted_linear(x_RK, w_ENK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, bias_EN=b_EN, **how)
 
 
 def _dense(experts: ExpertSlice, is_in: bool) -> Tensor:
     return experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
 
 
-def _base(
-    x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, **how: Any
-) -> Tensor:
+def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, **how: Any) -> Tensor:
     """Multiply rows by the matrices without adapters."""
     if experts.format == "dense":
         return grouped_linear(x_RK, _dense(experts, is_in), b_EN=b_EN, **how)

@@ -108,16 +108,10 @@ BACKENDS: dict[str, Backend] = {
         **_BY_TORCH,
     ),
     "adapters": Backend(lambda c: c.maps is not None and c.has_adapters, adapters.forward),
-    "reference": Backend(
-        lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
-    ),
+    "reference": Backend(lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True),
     "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
     "triton": Backend(
-        lambda c: (
-            c.maps is not None
-            and c.backend == "triton"
-            and "triton" in FORMATS[c.experts.format].backends
-        ),
+        lambda c: c.maps is not None and c.backend == "triton" and "triton" in FORMATS[c.experts.format].backends,
         _triton,
         partial(call.backward, triton_backend.backward),
         trains=True,

@@ -140,13 +140,7 @@ def make_experts_call(
 def forward(
     of_slice: Callable[..., tuple[Tensor, Tensor]], call: ExpertsCall, *, save_h: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute y (T, D) and H (R, G * F_i) of every slice; H has no rows unless save_h.
-
-    Args:
-        of_slice: a backend's forward for one slice.
-        call: the call.
-        save_h: whether H is wanted.
-    """
+    """Compute y (T, D) and H (R, G * F_i) of every slice; H has no rows unless save_h."""
     total, hidden = None, []
     for experts in call.experts.slices():
         y, h = of_slice(call.x_TD, experts, call.weights_TK, call.maps, save_h=save_h)
@@ -157,23 +151,14 @@ def forward(
 
 
 def backward(
-    of_slice: Callable[..., tuple[Tensor | None, Tensor | None, ExpertSlice]],
+    of_slice: Callable[..., tuple[Tensor | None, Tensor | None, ExpertSlice]],  # a backend's backward for one slice
     call: ExpertsCall,
-    grad_TD: Tensor,
-    hidden: Sequence[Tensor],
-    needs: Sequence[bool],
-    main: Sequence[Tensor] = (),
+    grad_TD: Tensor,  # the gradient of y, contiguous
+    hidden: Sequence[Tensor],  # H of every slice, from `forward`
+    needs: Sequence[bool],  # for each tensor of `differentiable`, whether it needs a gradient
+    main: Sequence[Tensor] = (),  # buffers in the order of the parameters, or empty
 ) -> list[Tensor | None]:
-    """Compute the needed gradients of `differentiable`; parameter gradients are added to `main` if given.
-
-    Args:
-        of_slice: a backend's backward for one slice.
-        call: the call.
-        grad_TD: the gradient of y, contiguous.
-        hidden: H of every slice, from `forward`.
-        needs: for each tensor of `differentiable`, whether it needs a gradient.
-        main: buffers in the order of the parameters, or empty.
-    """
+    """Compute the needed gradients of `differentiable`; parameter gradients are added to `main` if given."""
     d_x, d_weights, grads = None, None, []
     for h, (step, into) in zip(hidden, _steps(call, needs, main), strict=True):
         part_x, part_weights, part = of_slice(grad_TD, call.x_TD, h, *step, into=into)

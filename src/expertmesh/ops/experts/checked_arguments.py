@@ -15,20 +15,15 @@ from expertmesh.ops.transforms import refuse_transforms
 
 
 def checked(call: ExpertsCall, maps: RouteMetadata) -> ExpertsCall:
-    """Check a call and add its maps; cast it for autocast, and resolve its backend to "torch", "triton" or "reference".
-
-    Raises:
-        ConfigError: see `moe_mlp`.
-    """
+    """Check a call and add its maps; cast it for autocast, and resolve its backend to "torch", "triton" or
+    "reference"."""
     x_TD, experts = call.x_TD, call.experts
     dtype = autocast_dtype(x_TD.device)
     if dtype is not None and x_TD.dtype != torch.float64:
         x_TD, experts = x_TD.to(dtype), experts.to(dtype)
     name = resolve_backend(call.backend, x_TD.device, x_TD.dtype)
     if call.backend == "triton" and x_TD.dtype == torch.float64:
-        raise ConfigError(
-            "dtype is torch.float64 and backend 'triton'; its experts sum in FP32; use backend='auto'"
-        )
+        raise ConfigError("dtype is torch.float64 and backend 'triton'; its experts sum in FP32; use backend='auto'")
     if name == "triton" and x_TD.dtype == torch.float64:
         name = "torch"
     if name == "reference" and call.batch_invariant:
@@ -47,7 +42,8 @@ def _check(call: ExpertsCall, maps: RouteMetadata) -> None:
     counts = (len(w.w_in), len(w.w_out), len(w.b_in) or len(w.w_in))
     if len(set(counts)) > 1:
         raise ConfigError(
-            f"w_in, w_out, b_in have {counts[0]}, {counts[1]}, {counts[2]} slices; they must have as many; slice all alike"
+            f"w_in, w_out, b_in have {counts[0]}, {counts[1]}, {counts[2]} slices; they must have as many; slice all "
+            "alike"
         )
     G = num_branches(w.activation)
     x, weights = call.x_TD, call.weights_TK
@@ -81,11 +77,7 @@ def _at(w: ExpertWeights, i: int) -> str:
 
 
 def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[Tensor]:
-    """Return main gradients in the order of the experts' parameters; [] if there are none.
-
-    Raises:
-        ConfigError: a buffer is missing, or its shape, dtype or memory layout does not fit its parameter.
-    """
+    """Return main gradients in the order of the experts' parameters; [] if there are none."""
     if main is None:
         return []
     first = experts.w_in[0]
@@ -111,7 +103,8 @@ def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[T
             kinds = type(buffer.data).__name__, type(parameter.data).__name__
             if kinds[0] != kinds[1] and not torch.compiler.is_compiling():
                 raise ConfigError(
-                    f"main_grads.{name} is a {kinds[0]} and {name} a {kinds[1]}; both must be of one kind, and FSDP gathers its shards of "
+                    f"main_grads.{name} is a {kinds[0]} and {name} a {kinds[1]}; both must be of one kind, and FSDP "
+                    "gathers its shards of "
                     "parameters alone; leave main gradients out, or spread the layer with expertmesh.parallel"
                 )
             like_w_in = name in ("w_in", "b_in") and interleaved

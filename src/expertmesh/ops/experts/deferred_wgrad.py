@@ -1,4 +1,5 @@
-"""Deferred weight gradients: a backward of `moe_mlp` that returns the tokens' gradients at once, and weight gradients on request.
+"""Deferred weight gradients: a backward of `moe_mlp` that returns the tokens' gradients at once, and weight gradients
+on request.
 
 The weight gradients are then computed while the tokens' gradients are exchanged between ranks (zero-bubble schedules do
 the same between pipeline stages: Qi et al., arXiv 2401.10241).
@@ -52,9 +53,7 @@ class DeferredWeightGradients:
 
 class _DeferredExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, late: DeferredWeightGradients, call: ExpertsCall, save_h: bool, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, late: DeferredWeightGradients, call: ExpertsCall, save_h: bool, *tensors: Tensor) -> Tensor:
         with without_autocast(call.x_TD.device):
             y_TD, hidden = BACKENDS[call.backend].forward(call, save_h=save_h)
         x, weights, *lists = call.flat()[: 2 + NUM_LISTS]

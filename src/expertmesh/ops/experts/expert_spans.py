@@ -17,21 +17,13 @@ from expertmesh.ops.cpu.products import gemm_rows
 
 @dataclass(frozen=True)
 class ExpertSpan:
-    """Rows of neighbouring experts; experts without rows are left out.
+    """Rows of neighbouring experts; experts without rows are left out."""
 
-    Attributes:
-        experts: indices of the experts.
-        starts: first row of each expert.
-        counts: number of rows of each expert.
-        sizes: number of places of each expert: its rows and their padding.
-        device: the device of the rows.
-    """
-
-    experts: list[int]
-    starts: list[int]
-    counts: list[int]
-    sizes: list[int]
-    device: torch.device
+    experts: list[int]  # indices of the experts
+    starts: list[int]  # first row of each expert
+    counts: list[int]  # number of rows of each expert
+    sizes: list[int]  # number of places of each expert: its rows and their padding
+    device: torch.device  # the device of the rows
 
     @cached_property
     def rows(self) -> slice:
@@ -47,9 +39,7 @@ class ExpertSpan:
         for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True):
             columns.append((start - first_place, start + count - 1, size))
             first_place += size
-        shift, last, repeats = torch.tensor(columns, dtype=torch.int32, device=self.device).unbind(
-            1
-        )
+        shift, last, repeats = torch.tensor(columns, dtype=torch.int32, device=self.device).unbind(1)
         both = torch.stack((shift, last)).repeat_interleave(repeats, 1, output_size=first_place)
         wanted = torch.arange(first_place, dtype=torch.int32, device=self.device).add_(both[0])
         row_of_place = torch.minimum(wanted, both[1])
@@ -81,16 +71,10 @@ class ExpertSpan:
         return torch.split_with_sizes(values_W, self.sizes)
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
-        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts' rows.
-
-        Args:
-            values: the values of the rows from `first` on.
-            first: index of the first row in `values`.
-        """
+        """Views of rows, one per expert, from its first row and as long as its places: padding covers other experts'
+        rows."""
         if self.sizes == self.counts:
-            return torch.split_with_sizes(
-                values[self.rows.start - first : self.rows.stop - first], self.sizes
-            )
+            return torch.split_with_sizes(values[self.rows.start - first : self.rows.stop - first], self.sizes)
         pairs = zip(self.starts, self.sizes, strict=True)
         return [values[start - first : start - first + size] for start, size in pairs]
 

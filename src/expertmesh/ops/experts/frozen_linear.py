@@ -1,4 +1,5 @@
-"""Products of sorted rows with their experts' quantised matrices, as one autograd operator; differentiable for the rows.
+"""Products of sorted rows with their experts' quantised matrices, as one autograd operator; differentiable for the
+rows.
 
 An expert's matrix is widened when its rows are multiplied, and again in the backward, so that at most one wide matrix
 exists. Rounding, type and order of sums are as in `grouped_linear` with the widened matrices.
@@ -18,9 +19,7 @@ from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.transforms import refuse_transforms
 
 
-def frozen_linear(
-    x_RK: Tensor, experts: ExpertSlice, offsets_E: Tensor, *, is_in: bool, b_EN: Tensor | None
-) -> Tensor:
+def frozen_linear(x_RK: Tensor, experts: ExpertSlice, offsets_E: Tensor, *, is_in: bool, b_EN: Tensor | None) -> Tensor:
     """Multiply rows sorted by expert by quantised w_in or w_out: y_r = x_r W[e]^T + b[e], (R, N) in the dtype of x."""
     refuse_transforms("frozen_linear", lambda: [x_RK])
     given = (experts.w_in_EGFD, experts.w_out_EDF, experts.scales_in, experts.scales_out)
@@ -60,7 +59,8 @@ def _product(x_RK: Tensor, stored: Sequence[Tensor], offsets_E: Tensor, *call: A
 @torch.library.custom_op(
     "expertmesh::frozen_linear",
     mutates_args=(),
-    schema="(Tensor x_RK, Tensor[] stored, Tensor offsets_E, Tensor? b_EN, str format, bool is_in, bool transposed) -> Tensor",
+    schema="(Tensor x_RK, Tensor[] stored, Tensor offsets_E, Tensor? b_EN, str format, bool is_in, bool transposed) "
+    "-> Tensor",
 )
 def _frozen_linear(x_RK: Tensor, *call: Any) -> Tensor:
     with without_autocast(x_RK.device):

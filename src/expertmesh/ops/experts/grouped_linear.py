@@ -34,8 +34,8 @@ def grouped_linear(
     derivative is an error.
 
     Args:
-        x_RK: (R, K) rows sorted by expert, as `permute` gives them: float64, float32, bfloat16 or float16. Under autocast
-            all tensors are cast to its type here.
+        x_RK: (R, K) rows sorted by expert, as `permute` gives them: float64, float32, bfloat16 or float16. Under
+            autocast all tensors are cast to its type here.
         w: (E, N, K), or (E, K, N) with `transposed`; in the dtype of x.
         offsets_E: (E + 1,) int32 from 0 to at most R, not decreasing, `RouteMetadata.offsets_E`.
         b_EN: (E, N) biases, or None.

@@ -73,9 +73,7 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
     return sum_rows_in_order(y_RD, maps.offsets_E, maps.row_of_slot_N, top_k).to(x_TD.dtype)
 
 
-def _products(
-    x_nK: Tensor, experts: ExpertSlice, id_n: Tensor, dtype: torch.dtype, *, is_in: bool
-) -> Tensor:
+def _products(x_nK: Tensor, experts: ExpertSlice, id_n: Tensor, dtype: torch.dtype, *, is_in: bool) -> Tensor:
     """Products (n, N) of rows with the matrices of their experts, with the biases of w_in."""
     w, b_EGF = (experts.w_in if is_in else experts.w_out), experts.b_in_EGF if is_in else None
     b_EN = None if b_EGF is None else b_EGF.flatten(1).to(x_nK.dtype)

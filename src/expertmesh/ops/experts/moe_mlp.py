@@ -49,7 +49,8 @@ def moe_mlp(
         b_in_EGF: (E, G, F) or None; a list of (E, G, F_i) if w_in is a list.
         b_out_ED: (E, D) or None.
         recompute_h: save X only and recompute H in the backward: two thirds of the forward's FLOPs more (half, if not
-            gated), G * N * F elements less, bitwise the same results. The "reference" backend saves what autograd saves.
+            gated), G * N * F elements less, bitwise the same results. The "reference" backend saves what autograd
+            saves.
         main_grads: FP32 buffers (FP64 for FP64), one for each weight and bias, for accumulation over micro-batches. The
             backward adds the weights' gradients to them in place, without rounding to a narrower dtype. The weights
             then get no gradient from autograd (`.grad` stays None). The buffer of a weight that needs no gradient is

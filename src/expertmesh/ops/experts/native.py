@@ -17,7 +17,8 @@ from expertmesh.ops.plain_call import cpu_operator, runs_plainly
 from expertmesh.ops.route_metadata import RouteMetadata, check_expert_ids, check_range_of_ids
 
 MOST_ROWS = 64
-"""Mean number of rows per live expert up to which dot products are faster than PyTorch's products in FP32 (docs/log.md)."""
+"""Mean number of rows per live expert up to which dot products are faster than PyTorch's products in FP32
+(docs/log.md)."""
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -38,11 +39,7 @@ for _constant in (is_loaded, _has_bf16):
 
 def dtype_of_rows(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Type in which a token's batch-invariant outputs are rounded before they are added."""
-    return (
-        dtype
-        if device.type == "cpu" and dtype in _DTYPES and is_loaded()
-        else gemm_dtype(device, dtype)
-    )
+    return dtype if device.type == "cpu" and dtype in _DTYPES and is_loaded() else gemm_dtype(device, dtype)
 
 
 def serves(c: ExpertsCall) -> bool:
@@ -83,7 +80,8 @@ def serves_rows(c: ExpertsCall) -> bool:
 
 
 def _sees(*tensors: Tensor | None) -> bool:
-    """Whether the operator takes these tensors: on a CPU, of PyTorch's own types, without gradients; in a graph as well."""
+    """Whether the operator takes these tensors: on a CPU, of PyTorch's own types, without gradients; in a graph as
+    well."""
     if runs_plainly(*tensors):
         return True
     wants = torch.is_grad_enabled()
@@ -109,7 +107,8 @@ def _takes(c: ExpertsCall, dtype: torch.dtype) -> bool:
 
 
 def _reads(experts: ExpertWeights, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels read the weights where they are stored, for tokens of this width and products of this type."""
+    """Whether the kernels read the weights where they are stored, for tokens of this width and products of this
+    type."""
     if not experts.is_whole or "native" not in FORMATS[experts.format].backends:
         return False
     one = experts.slices()[0]
@@ -139,16 +138,15 @@ def _fits(one: ExpertSlice, num_experts: int, dim: int) -> bool:
     if w_out.shape[2] * per_byte != F or dim % per_byte:
         return False
     for scales, rows, columns in ((one.scales_in, rows_in, dim), (one.scales_out, rows_out, F)):
-        if scales is not None and (
-            scales.shape[:-1] != rows or not scales.shape[-1] or columns % scales.shape[-1]
-        ):
+        if scales is not None and (scales.shape[:-1] != rows or not scales.shape[-1] or columns % scales.shape[-1]):
             return False
     biases = ((one.b_in_EGF, rows_in), (one.b_out_ED, rows_out))
     return all(b is None or b.shape == rows for b, rows in biases)
 
 
 def _is_fast(c: ExpertsCall, dtype: torch.dtype) -> bool:
-    """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert, whose number no graph knows."""
+    """Whether nothing else is faster: BF16 by its own instructions, else few rows of an expert, whose number no graph
+    knows."""
     assert c.ids_TK is not None
     if dtype == torch.bfloat16 and _has_bf16():
         return True
@@ -158,11 +156,7 @@ def _is_fast(c: ExpertsCall, dtype: torch.dtype) -> bool:
 
 
 def forward_of_ids(c: ExpertsCall) -> Tensor:
-    """Compute y (T, D) of a call that `serves_ids` accepts.
-
-    Raises:
-        ConfigError: an id is out of range.
-    """
+    """Compute y (T, D) of a call that `serves_ids` accepts."""
     assert c.ids_TK is not None
     check_expert_ids(c.ids_TK)
     dtype, E = _dtype_of(c), c.experts.num_experts
@@ -176,7 +170,8 @@ def forward_of_ids(c: ExpertsCall) -> Tensor:
 
 
 def forward_of_rows(c: ExpertsCall, *, save_h: bool) -> tuple[Tensor, list[Tensor]]:
-    """Compute y (T, D) of a call with `maps`, the bits of `forward_of_ids`, and H of every slice, which has no rows unless save_h.
+    """Compute y (T, D) of a call with `maps`, the bits of `forward_of_ids`, and H of every slice, which has no rows
+    unless save_h.
 
     Slices are concatenated by a copy.
     """
@@ -216,7 +211,8 @@ def _computed(
     kernels = loaded().kernels
     if kernels is None:
         raise ConfigError(
-            "this graph computes experts by the kernels in C, which are not here; install a C compiler, or export it again"
+            "this graph computes experts by the kernels in C, which are not here; install a C compiler, or export it "
+            "again"
         )
     b_out_ED, scales_out = experts.b_out_ED, experts.scales_out
     y_TD, least, most = kernels.experts(

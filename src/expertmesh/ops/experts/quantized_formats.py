@@ -21,13 +21,9 @@ from expertmesh.ops.quantized.rounding import BLOCK, Format, Rounded, rounded, w
 
 
 class QuantizedFormat(WeightFormat):
-    """Format of values with scales; this class has one byte per number and scales that `widened` takes.
+    """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
-    Attributes:
-        name: see `WeightFormat`; a format of `rounded`.
-    """
-
-    name: str = "int8"
+    name: str = "int8"  # see `WeightFormat`; a format of `rounded`
     backends: tuple[str, ...] = ("native", "quantized_triton", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
@@ -36,9 +32,7 @@ class QuantizedFormat(WeightFormat):
 
     def pack(self, w: Tensor, dtype: torch.dtype, group_size: int = 64) -> dict[str, Tensor]:
         """See `WeightFormat`."""
-        values, scales = rounded(
-            w, cast(Format, self.name), group_size=group_size, scale_dtype=dtype
-        )
+        values, scales = rounded(w, cast(Format, self.name), group_size=group_size, scale_dtype=dtype)
         return {"": values, "_scale": scales}
 
     def unpack(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,8 +156,6 @@ class Nf4(Int4):
         return nf4.widened(values, scales).to(dtype)
 
 
-QUANTIZED: dict[str, QuantizedFormat] = {
-    one.name: one for one in (QuantizedFormat(), Int4(), Fp8(), Mxfp4(), Nf4())
-}
+QUANTIZED: dict[str, QuantizedFormat] = {one.name: one for one in (QuantizedFormat(), Int4(), Fp8(), Mxfp4(), Nf4())}
 """Quantised formats by name."""
 FORMATS.update(QUANTIZED)

@@ -1,4 +1,5 @@
-"""Quantised experts on a GPU: two grouped products with quantised weights, the activation, and the sum of each token's rows."""
+"""Quantised experts on a GPU: two grouped products with quantised weights, the activation, and the sum of each token's
+rows."""
 
 import torch
 from torch import Tensor

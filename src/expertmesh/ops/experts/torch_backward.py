@@ -25,26 +25,19 @@ RUN_ELEMENTS = 1 << 18
 
 
 def backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # (T, D) gradient of y, contiguous
+    x_TD: Tensor,  # the tokens as given to `forward`
+    h_RH: Tensor,  # H of `forward`; with fewer rows than R it is recomputed, expert by expert
+    experts: ExpertSlice,  # the experts as given to `forward`
+    weights_TK: Tensor,  # the weights as given to `forward`
+    maps: RouteMetadata,  # the maps as given to `forward`
+    needs: Needs,  # the gradients to compute
     *,
     into: ExpertSlice | None = None,
 ) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
     """Compute the gradients of x (T, D), of the routing weights (T, K), and of the experts.
 
     Args:
-        grad_TD: (T, D) gradient of y, contiguous.
-        x_TD: the tokens as given to `forward`.
-        h_RH: H of `forward`; with fewer rows than R it is recomputed, expert by expert.
-        experts: the experts as given to `forward`.
-        weights_TK: the weights as given to `forward`.
-        maps: the maps as given to `forward`.
-        needs: the gradients to compute.
         into: buffers that the experts' gradients are added to (see `weight_grads`); None: fresh tensors.
 
     Returns:
@@ -89,26 +82,19 @@ def data_grads(
 
 
 def weight_grads(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    hidden: HiddenGradients,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # the gradient as given to `data_grads`
+    x_TD: Tensor,  # the tokens as given to `forward`
+    hidden: HiddenGradients,  # from `data_grads`
+    experts: ExpertSlice,  # the experts as given to `forward`
+    weights_TK: Tensor,  # the weights as given to `forward`
+    maps: RouteMetadata,  # the maps as given to `forward`
+    needs: Needs,  # the gradients to compute
     *,
     into: ExpertSlice | None = None,
 ) -> ExpertSlice:
     """Compute the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
-        grad_TD: the gradient as given to `data_grads`.
-        x_TD: the tokens as given to `forward`.
-        hidden: from `data_grads`.
-        experts: the experts as given to `forward`.
-        weights_TK: the weights as given to `forward`.
-        maps: the maps as given to `forward`.
-        needs: the gradients to compute.
         into: FP32 or FP64 buffers to add to, in place. Products of BF16 matrices are rounded to BF16 expert by expert
             before they are added, because PyTorch's CPU GEMMs return no wider dtype; the sum is never rounded.
 
@@ -132,23 +118,14 @@ def weight_grads(
 
 @dataclass(frozen=True)
 class _DataBuffers:
-    """Buffers of `_Steps.data` beside the hidden rows.
+    """Buffers of `_Steps.data` beside the hidden rows."""
 
-    Attributes:
-        h_RH: the saved H; None: recomputed.
-        h_again: buffer for the recomputed H of one run.
-        d_a: buffer for the gradient of A of one run.
-        d_x_RD: receives the gradient of the gathered x; no rows if it is not needed.
-        d_s_R: receives the gradient of the rows' routing weights.
-        passes: the activation passes.
-    """
-
-    h_RH: Tensor | None
-    h_again: Tensor
-    d_a: Tensor
-    d_x_RD: Tensor
-    d_s_R: Tensor
-    passes: Passes | CompiledPasses
+    h_RH: Tensor | None  # the saved H; None: recomputed
+    h_again: Tensor  # buffer for the recomputed H of one run
+    d_a: Tensor  # buffer for the gradient of A of one run
+    d_x_RD: Tensor  # receives the gradient of the gathered x; no rows if it is not needed
+    d_s_R: Tensor  # receives the gradient of the rows' routing weights
+    passes: Passes | CompiledPasses  # the activation passes
 
     @staticmethod
     def of(steps: "_Steps", h_RH: Tensor) -> "_DataBuffers":
@@ -301,9 +278,7 @@ class _Steps:
         d_x = d_weights = None
         maps = self.maps
         if self.needs.x:
-            d_x = sum_rows(
-                data.d_x_RD, maps.offsets_E, maps.row_of_slot_N, self.weights_TK.shape[1]
-            )
+            d_x = sum_rows(data.d_x_RD, maps.offsets_E, maps.row_of_slot_N, self.weights_TK.shape[1])
             d_x = d_x.to(self.x_TD.dtype)
         if self.needs.weights:
             d_weights = torch.zeros_like(self.weights_TK, memory_format=torch.contiguous_format)
@@ -312,9 +287,7 @@ class _Steps:
         return d_x, d_weights
 
 
-def _weight_buffers(
-    x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None
-) -> ExpertSlice:
+def _weight_buffers(x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None) -> ExpertSlice:
     """Buffers of the gradients: new tensors, or the given ones; unneeded gradients are empty or None."""
 
     def bias(tensor: Tensor | None, given: Tensor | None, needed: bool) -> Tensor | None:
@@ -348,9 +321,7 @@ def _products_into(run: ExpertSpan, a: Tensor, b: Tensor, grads: Tensor, add: bo
     """Write or add a^T b of every expert of a span, as (rows of a^T, columns of b)."""
     direct = grads.dtype == a.dtype and grads.is_contiguous()
     # views of the span's experts only: views of all experts for every span were 8,192 in a step of 64 experts
-    outs = selected(
-        grads.view(grads.shape[0], -1, grads.shape[-1]) if direct else grads, run.experts
-    )
+    outs = selected(grads.view(grads.shape[0], -1, grads.shape[-1]) if direct else grads, run.experts)
     for out, a_e, b_e in zip(outs, run.split(a), run.split(b), strict=True):
         if not direct:
             _put(torch.mm(a_e.T, b_e), out, add)

@@ -77,9 +77,7 @@ def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Ten
         cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
 
-def _gather_tokens(
-    source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _gather_tokens(source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather tokens into the first rows of a buffer, with zeros behind, in the dtype of the products."""
     num_rows = tokens_R.shape[0]
     torch.index_select(source_TD, 0, tokens_R, out=out_RD[:num_rows])
@@ -88,9 +86,7 @@ def _gather_tokens(
     return out_RD.to(dtype)
 
 
-def row_weights(
-    weights_TK: Tensor, maps: RouteMetadata, num_live: int, dtype: torch.dtype
-) -> Tensor:
+def row_weights(weights_TK: Tensor, maps: RouteMetadata, num_live: int, dtype: torch.dtype) -> Tensor:
     """Routing weights of the live rows (R,), FP32 or FP64."""
     rows = weights_TK.reshape(-1).index_select(0, maps.slot_of_row_N[:num_live])
     return rows.to(accumulate_dtype(dtype))

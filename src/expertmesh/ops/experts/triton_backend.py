@@ -12,24 +12,15 @@ from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def forward(
-    x_TD: Tensor,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
+    x_TD: Tensor,  # (T, D), float32, bfloat16 or float16
+    experts: ExpertSlice,  # the weights; w_in may be interleaved, `stored.view(E, F, 2, D).transpose(1, 2)`
+    weights_TK: Tensor,  # (T, K) routing weights
     maps: RouteMetadata,
     *,
-    save_h: bool,
-    batch_invariant: bool = False,
+    save_h: bool,  # whether to save H for `data_grads`, which recomputes it otherwise
+    batch_invariant: bool = False,  # use tiles that do not depend on the number of rows
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y (T, D), H (R, G * F)); H has no rows unless save_h. Does not synchronise.
-
-    Args:
-        x_TD: (T, D), float32, bfloat16 or float16.
-        experts: the weights; w_in may be interleaved, `stored.view(E, F, 2, D).transpose(1, 2)`.
-        weights_TK: (T, K) routing weights.
-        maps: from `route_metadata`.
-        save_h: whether to save H for `data_grads`, which recomputes it otherwise.
-        batch_invariant: use tiles that do not depend on the number of rows.
-    """
+    """Compute (y (T, D), H (R, G * F)); H has no rows unless save_h. Does not synchronise."""
     from expertmesh.kernels import combine, moe_forward
 
     call = _Call.of(x_TD, experts, weights_TK, maps, batch_invariant=batch_invariant)
@@ -59,24 +50,15 @@ def forward(
 
 
 def data_grads(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # (T, D) gradient of y, contiguous
+    x_TD: Tensor,  # as given to `forward`
+    h_RH: Tensor,  # H of `forward`; with fewer rows than R it is recomputed from x
+    experts: ExpertSlice,  # as given to `forward`
+    weights_TK: Tensor,  # as given to `forward`
+    maps: RouteMetadata,  # as given to `forward`
+    needs: Needs,  # the gradients to compute, including later ones by `weight_grads`
 ) -> tuple[Tensor | None, Tensor | None, HiddenGradients]:
     """Compute the gradients of x and of the routing weights, and the hidden rows for `weight_grads`.
-
-    Args:
-        grad_TD: (T, D) gradient of y, contiguous.
-        x_TD: as given to `forward`.
-        h_RH: H of `forward`; with fewer rows than R it is recomputed from x.
-        experts: as given to `forward`.
-        weights_TK: as given to `forward`.
-        maps: as given to `forward`.
-        needs: the gradients to compute, including later ones by `weight_grads`.
 
     Returns:
         dx (T, D) or None, the routing weights' gradient (T, K) or None, and the gradients of the hidden rows. Bitwise
@@ -130,26 +112,19 @@ def data_grads(
 
 
 def weight_grads(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    hidden: HiddenGradients,
-    experts: ExpertSlice,
-    weights_TK: Tensor,
-    maps: RouteMetadata,
-    needs: Needs,
+    grad_TD: Tensor,  # as given to `data_grads`
+    x_TD: Tensor,  # as given to `forward`
+    hidden: HiddenGradients,  # from `data_grads`
+    experts: ExpertSlice,  # as given to `forward`
+    weights_TK: Tensor,  # as given to `forward`
+    maps: RouteMetadata,  # as given to `forward`
+    needs: Needs,  # the gradients to compute
     *,
     into: ExpertSlice | None = None,
 ) -> ExpertSlice:
     """Compute the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
-        grad_TD: as given to `data_grads`.
-        x_TD: as given to `forward`.
-        hidden: from `data_grads`.
-        experts: as given to `forward`.
-        weights_TK: as given to `forward`.
-        maps: as given to `forward`.
-        needs: the gradients to compute.
         into: buffers to add to in place, of any floating-point dtype (FP32 main gradients), laid out in memory like the
             weights. None: new tensors of the weights' dtype.
 
@@ -192,9 +167,7 @@ def weight_grads(
         given = into.b_in_EGF if into is not None else None
         b_in = torch.empty_like(call.b_in_EGF) if given is None else given
         ordered = _in_memory_order(b_in, like=call.b_in_EGF).view(E, G * F)
-        moe_wgrad.bias_grad(
-            hidden.d_h_RH, rows, out=ordered, gathered=False, accumulate=given is not None
-        )
+        moe_wgrad.bias_grad(hidden.d_h_RH, rows, out=ordered, gathered=False, accumulate=given is not None)
     if needs.b_out and call.b_out_ED is not None:
         given = into.b_out_ED if into is not None else None
         b_out = torch.empty_like(call.b_out_ED) if given is None else given

@@ -23,13 +23,9 @@ def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor
     Args:
         h_RH: (R, G * F) pre-activations; for a gated activation the gates come first.
         s_R: (R,) routing weights of any floating-point dtype.
-        activation: see `moe_mlp`.
 
     Returns:
         (R, F) in the dtype of h.
-
-    Raises:
-        ConfigError: the activation is unknown.
     """
     refuse_transforms("weighted_activation", lambda: [h_RH, s_R])
     G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)
@@ -55,9 +51,7 @@ def _(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
 
 
 @torch.library.custom_op("expertmesh::weighted_activation_backward", mutates_args=())
-def _gradients(
-    grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
     num_rows, F = grad_RF.shape
     d_h, d_s = torch.empty_like(h_RH), torch.empty_like(s_R)

@@ -111,7 +111,8 @@ class ExpertSlice:
         return FORMATS[self.format].shape(self)
 
     def w_in(self, e: int, dtype: torch.dtype, rounding: torch.dtype | None = None) -> Tensor:
-        """First weight of one expert as (G * F, D); quantised numbers are rounded to the dtype `rounding` first, if it is given."""
+        """First weight of one expert as (G * F, D); quantised numbers are rounded to the dtype `rounding` first, if it
+        is given."""
         if self.format != "dense":
             return FORMATS[self.format].unpack_in(self, e, rounding or dtype).to(dtype)
         w = self.w_in_EGFD[e].flatten(0, 1)
@@ -124,18 +125,14 @@ class ExpertSlice:
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
 
-    def w_ins(
-        self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype
-    ) -> Iterator[Tensor]:
+    def w_ins(self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype) -> Iterator[Tensor]:
         """First weights of some experts, with few calls; copies, if needed, are made one at a time."""
         is_direct = self.format == "dense" and self.w_in_EGFD.dtype == dtype
         if not is_direct or not self.w_in_EGFD.is_contiguous():
             return (self.w_in(e, dtype, rounding) for e in experts)
         return selected(self.w_in_EGFD.flatten(1, 2), experts)
 
-    def w_outs(
-        self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype
-    ) -> Iterator[Tensor]:
+    def w_outs(self, experts: Sequence[int], dtype: torch.dtype, rounding: torch.dtype) -> Iterator[Tensor]:
         """Second weights of some experts, like `w_ins`."""
         if self.format != "dense" or self.w_out_EDF.dtype != dtype:
             return (self.w_out(e, dtype, rounding) for e in experts)
@@ -143,7 +140,8 @@ class ExpertSlice:
 
     @property
     def are_narrow(self) -> bool:
-        """Whether a weight is so small that the CPU library's code generation for a new shape costs more than its products."""
+        """Whether a weight is so small that the CPU library's code generation for a new shape costs more than its
+        products."""
         _, G, F, D = self.shape
         return G * F * D <= 1 << 16
 
@@ -216,13 +214,9 @@ class ExpertWeights:
         slot_of_expert_E: Tensor | None = None,
     ) -> "ExpertWeights":
         """Make weights from the slices of each tensor, by the names in `TENSORS`."""
-        w_in, scales_in, w_out, scales_out, b_in, b_out = (
-            tuple(slices.get(n, ())) for n in TENSORS
-        )
+        w_in, scales_in, w_out, scales_out, b_in, b_out = (tuple(slices.get(n, ())) for n in TENSORS)
         first = b_out[0] if b_out else None
-        return ExpertWeights(
-            w_in, w_out, activation, b_in, first, format, scales_in, scales_out, slot_of_expert_E
-        )
+        return ExpertWeights(w_in, w_out, activation, b_in, first, format, scales_in, scales_out, slot_of_expert_E)
 
     @property
     def num_slots(self) -> int:
@@ -333,7 +327,8 @@ class ExpertWeights:
         ]
 
     def joined(self, dtype: torch.dtype) -> ExpertSlice:
-        """Concatenate all slices to one dense slice; a single dense slice is not copied. `dtype` applies to quantised formats."""
+        """Concatenate all slices to one dense slice; a single dense slice is not copied. `dtype` applies to quantised
+        formats."""
         slices = [one.unpacked(dtype) for one in self.slices()]
         if len(slices) == 1:
             return slices[0]
@@ -350,13 +345,12 @@ class ExpertWeights:
 def _slices(name: str, given: Weights, sliced: bool) -> tuple[Tensor, ...]:
     if isinstance(given, Tensor) == sliced:
         raise ConfigError(
-            f"{name} is {'a tensor' if sliced else 'a list'} and w_in {'a list' if sliced else 'a tensor'}; both must be "
+            f"{name} is {'a tensor' if sliced else 'a list'} and w_in {'a list' if sliced else 'a tensor'}; both must "
+            "be "
             "tensors or lists of slices; slice both alike"
         )
     if not isinstance(given, Tensor) and not given:
-        raise ConfigError(
-            f"{name} has no slices; there must be at least one; give the whole tensor"
-        )
+        raise ConfigError(f"{name} has no slices; there must be at least one; give the whole tensor")
     return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
@@ -378,7 +372,7 @@ class WeightGradients:
         >>> y_TD.sum().backward()
         >>> w_in_EGFD.grad is None, bool(buffers.w_in.any())
         (True, True)
-    """
+    """  # noqa: E501
 
     w_in: Tensor | tuple[Tensor, ...] | None
     w_out: Tensor | tuple[Tensor, ...] | None
@@ -398,9 +392,7 @@ class WeightGradients:
         found: dict[str, tuple[Tensor, ...]] = {}
         for name in ("w_in", "w_out", "b_in", "b_out"):
             given = getattr(self, name)
-            found[name] = (
-                () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
-            )
+            found[name] = () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
         return found
 
 

@@ -5,8 +5,9 @@ by the number of rows, and at the edge of a matrix even by a row's position. A v
 the last elements of a tensor. Here
 
 * products on a CPU are the native kernels' (`kernels/cpu`), whose order of sums never depends on the number of rows;
-* where there are none, products run in calls of few rows, with matrix sizes that are multiples of 16. A trial finds the numbers of rows with
-  equal results at all positions; other calls are padded, or run row by row. (Triton: our kernel, with fixed tiles);
+* where there are none, products run in calls of few rows, with matrix sizes that are multiples of 16. A trial finds the
+  numbers of rows with equal results at all positions; other calls are padded, or run row by row. (Triton: our kernel,
+  with fixed tiles);
 * `exp` and other point-wise functions run over pieces of one fixed length, which PyTorch does not divide among threads;
 * sums along a row are PyTorch's, with as few elements, if a trial has shown that other rows do not matter; otherwise a
   tree of additions. Additions, products, quotients, roots and maxima are rounded correctly at every position.
@@ -61,15 +62,10 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class RowRange(NamedTuple):
-    """Numbers of rows of a product call with which a row gets the same result in every call.
+    """Numbers of rows of a product call with which a row gets the same result in every call."""
 
-    Attributes:
-        least: minimum number of rows; fewer are padded. 0: results depend on the position, so rows run one by one.
-        most: calls have up to `BLOCK_ROWS` rows, or exactly this many.
-    """
-
-    least: int
-    most: int
+    least: int  # minimum number of rows; fewer are padded. 0: results depend on the position, so rows run one by one.
+    most: int  # calls have up to `BLOCK_ROWS` rows, or exactly this many
 
     def calls(self, num_rows: int) -> Iterator[tuple[slice, int]]:
         """Split rows into calls: the slice of rows of each call, and its padded number of rows."""
@@ -95,12 +91,7 @@ def _doubled(t: Tensor, sign: int) -> Tensor:
 
 
 def _tried(product: Callable[[Tensor], Tensor], normal: Callable[[int], Tensor]) -> RowRange:
-    """Find the calls of a product that give a row the same result, by trials with ordinary and with cancelling rows.
-
-    Args:
-        product: function of rows (M, K) -> (M, ...), with columns from `_doubled`.
-        normal: draws M random rows.
-    """
+    """Find the calls of a product that give a row the same result, by trials with ordinary and with cancelling rows."""
     least, most = 1, LARGE_BLOCK_ROWS
     for trial in range(_TRIALS):
 
@@ -166,19 +157,12 @@ def _is_aligned(t: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BlockProduct:
-    """Matrix prepared for products with rows, in calls of few shapes; not seen by autograd.
+    """Matrix prepared for products with rows, in calls of few shapes; not seen by autograd."""
 
-    Attributes:
-        w_NK: (N', K') weight with N and K rounded up to multiples of 16.
-        b_N: (N',) bias or None.
-        num_columns: N.
-        rows: numbers of rows of a call.
-    """
-
-    w_NK: Tensor
-    b_N: Tensor | None
-    num_columns: int
-    rows: RowRange
+    w_NK: Tensor  # (N', K') weight with N and K rounded up to multiples of 16
+    b_N: Tensor | None  # (N',) bias or None
+    num_columns: int  # N
+    rows: RowRange  # numbers of rows of a call
 
     @staticmethod
     def of(w_NK: Tensor, b_N: Tensor | None = None) -> "BlockProduct":
@@ -219,9 +203,7 @@ class BlockProduct:
         if width == K and count == size:
             if x.dtype == self.w_NK.dtype and _is_aligned(x):
                 return x
-            return torch.empty_like(
-                x, dtype=self.w_NK.dtype, memory_format=torch.contiguous_format
-            ).copy_(x)
+            return torch.empty_like(x, dtype=self.w_NK.dtype, memory_format=torch.contiguous_format).copy_(x)
         x_block = self.w_NK.new_zeros(count, K)
         x_block[:size, :width].copy_(x)
         return x_block
@@ -236,7 +218,8 @@ def _batched_rows_of(
     device: torch.device,
     num_threads: int,
 ) -> RowRange:
-    """Numbers of rows of calls of a batched product; `ONE_BY_ONE` also if the other matrices of the batch change a result."""
+    """Numbers of rows of calls of a batched product; `ONE_BY_ONE` also if the other matrices of the batch change a
+    result."""
     like = torch.empty(0, device=device, dtype=dtype)
     draw = _drawing(num_columns * 65537 + num_products, like)
     w_BKN = _doubled(draw(_BATCHES[0], num_columns, num_products), 1).mT
@@ -247,8 +230,7 @@ def _batched_rows_of(
         x_BMK = x_MK.repeat(len(w_BKN), 1, 1)
         whole = torch.bmm(x_BMK, w_BKN)
         are_alike = all(
-            torch.equal(torch.cat(list(map(torch.bmm, x_BMK.split(n), w_BKN.split(n)))), whole)
-            for n in _BATCHES[1:]
+            torch.equal(torch.cat(list(map(torch.bmm, x_BMK.split(n), w_BKN.split(n)))), whole) for n in _BATCHES[1:]
         )
         return (whole if are_alike else torch.full_like(whole, torch.nan)).transpose(0, 1)
 
@@ -294,21 +276,15 @@ def _in_batches(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
 def plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
     """Compute `linear` of rows (R, K), not seen by autograd or autocast."""
     with without_autocast(x_RK.device):
-        if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
-            x_RK.dtype != torch.float64
-        ):
+        if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (x_RK.dtype != torch.float64):
             # all rows belong to one expert
             offsets_E = torch.arange(2, dtype=torch.int32, device=x_RK.device) * x_RK.shape[0]
             b_EN = None if b_N is None else b_N[None]
-            return triton_linear.forward(
-                x_RK, w_NK[None], offsets_E, b_EN, transposed=False, batch_invariant=True
-            )
+            return triton_linear.forward(x_RK, w_NK[None], offsets_E, b_EN, transposed=False, batch_invariant=True)
         if native_linear.serves(x_RK, w_NK, b_N):
             return native_linear.linear(x_RK, w_NK, b_N)
         if x_RK.shape[1] != w_NK.shape[1]:  # blocks are padded, so no product would refuse it
-            raise wrong_shape(
-                "x", x_RK, f"(..., {w_NK.shape[1]}) with this weight", "check the inputs"
-            )
+            raise wrong_shape("x", x_RK, f"(..., {w_NK.shape[1]}) with this weight", "check the inputs")
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
         block = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
@@ -344,7 +320,6 @@ def linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str =
         x: (..., K), float64, float32, bfloat16 or float16. Under autocast all arguments are cast to its dtype.
         w_NK: (N, K), in x's dtype.
         b_N: (N,) or None; added before the result is rounded.
-        backend: see `resolve_backend`.
 
     Returns:
         (..., N) in x's dtype (autocast's under autocast). Differentiable; gradients are ordinary sums. Does not
@@ -385,9 +360,7 @@ def _own_pointwise(x: Tensor, name: str) -> Tensor:
     return _plain_pointwise(x, name).clone(memory_format=torch.contiguous_format)
 
 
-_pointwise = torch.library.custom_op(
-    "expertmesh::invariant_pointwise", _own_pointwise, mutates_args=()
-)
+_pointwise = torch.library.custom_op("expertmesh::invariant_pointwise", _own_pointwise, mutates_args=())
 _pointwise.register_fake(lambda x, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
@@ -412,15 +385,14 @@ _pointwise.register_autograd(_pointwise_backward, setup_context=_save_pointwise)
 
 
 def pointwise(x: Tensor, name: str) -> Tensor:
-    """Compute exp, erf, cos, sin or tanh of FP32 or FP64 elements, independent of their positions; differentiable; does not synchronise."""
+    """Compute exp, erf, cos, sin or tanh of FP32 or FP64 elements, independent of their positions; differentiable; does
+    not synchronise."""
     y: Tensor = (_plain_pointwise if runs_plainly(x) else _pointwise)(x, name)
     return y
 
 
 @functools.cache
-def _sums_are_alike(
-    length: int, dtype: torch.dtype, device: torch.device, num_threads: int
-) -> bool:
+def _sums_are_alike(length: int, dtype: torch.dtype, device: torch.device, num_threads: int) -> bool:
     """Whether PyTorch's sum of a row is the same beside any other rows; tested once."""
     if device.type != "cpu" or not 0 < length <= _MOST_SUMMED:
         return False
@@ -500,7 +472,8 @@ def unit_rows(x: Tensor, *, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype once."""
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's dtype
+    once."""
     if native_rows.serves(x, weight):
         return native_rows.rms_norm(x, weight, eps=eps)
     dtype = accumulate_dtype(x.dtype)

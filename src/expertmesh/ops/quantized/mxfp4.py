@@ -1,4 +1,5 @@
-"""MXFP4: 4-bit floating-point numbers (E2M1), 32 of which share a power of two (OCP Microscaling Formats, 5.3.3 and 5.4).
+"""MXFP4: 4-bit floating-point numbers (E2M1), 32 of which share a power of two (OCP Microscaling Formats, 5.3.3 and
+5.4).
 
 Two numbers are in a byte, the first in the low half; a scale is a byte, the exponent plus 127.
 """
@@ -36,7 +37,8 @@ def widened(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def packed(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round matrices (..., N, K) to blocks (..., N, K / 2) and scales (..., N, K / 32), of least squared error among two scales.
+    """Round matrices (..., N, K) to blocks (..., N, K / 2) and scales (..., N, K / 32), of least squared error among
+    two scales.
 
     The smaller scale clips what is above 6 of its units. Numbers that are in MXFP4 already keep their values.
     """

@@ -1,7 +1,8 @@
-"""NF4: 16 levels that are quantiles of a normal distribution, times the largest number of a group (Dettmers et al. 2023,
-QLoRA, arXiv 2305.14314, appendix E).
+"""NF4: 16 levels that are quantiles of a normal distribution, times the largest number of a group (Dettmers et al.
+2023, QLoRA, arXiv 2305.14314, appendix E).
 
-Two codes are in a byte, the first in the high half, as bitsandbytes packs them; a scale is the group's largest magnitude.
+Two codes are in a byte, the first in the high half, as bitsandbytes packs them; a scale is the group's largest
+magnitude.
 """
 
 import torch

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: offset by 8, the first number in the low half."""
+    """Pack (..., K) numbers in [-8, 7] two to a byte, (..., K / 2) uint8: offset by 8, the first number in the low
+    half."""
     offset = (values.to(torch.int16) + 8).to(torch.uint8)
     return offset[..., ::2] | offset[..., 1::2] << 4
 
@@ -19,12 +20,8 @@ def from_nibbles(packed: Tensor) -> Tensor:
 
 
 def to_words(values: Tensor, bits: int) -> Tensor:
-    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low bits.
-
-    Args:
-        values: int8 numbers of 8 or 4 bits.
-        bits: 8 or 4.
-    """
+    """Pack (N, K) numbers into (N, K * bits / 32) int32 words, rounded up: offset binary, the first number in the low
+    bits."""
     per_word = 32 // bits
     short = -values.shape[-1] % per_word
     if bits == 8:

@@ -21,7 +21,8 @@ _SHARES = {
     8: (1.0, 0.99, 0.98, 0.96, 0.94, 0.92),
     4: (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 0.65, 0.6),
 }
-"""Candidate scales, relative to the scale that fits the largest number: smaller ones clip it, and round all others more finely."""
+"""Candidate scales, relative to the scale that fits the largest number: smaller ones clip it, and round all others more
+finely."""
 _DAMPING = 0.01
 """Fraction of the mean square added to all columns, so that columns with tiny inputs stay near their values."""
 _FP8_LARGEST = 448.0
@@ -30,32 +31,24 @@ _FP8_STEPS = 8
 
 
 class Rounded(NamedTuple):
-    """A rounded matrix, or a stack of rounded matrices.
+    """A rounded matrix, or a stack of rounded matrices."""
 
-    Attributes:
-        values: (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn.
-        scales: (..., N, 1), (..., N, K / g), or (..., N / 128, K / 128) rounded up; a number is its value times its scale.
-    """
-
-    values: Tensor
+    values: Tensor  # (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn
+    # (..., N, 1), (..., N, K / g), or (..., N / 128, K / 128) rounded up; a number is its value times its scale
     scales: Tensor
 
 
 def rounded(
-    w: Tensor,
+    w: Tensor,  # (N, K), of any floating-point type
     to: Format,
     *,
-    group_size: int,
+    group_size: int,  # columns per scale of int4; must divide K
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> Rounded:
     """Round a matrix.
 
     Args:
-        w: (N, K), of any floating-point type.
-        to: the format.
-        group_size: columns per scale of int4; must divide K.
-        scale_dtype: the dtype of the scales.
         importance: for int8 and int4: (K,) weight of a column's squared error; or (K, K) mean products of the input
             columns, with which later columns compensate the error of earlier ones (GPTQ). None: equal weights.
     """
@@ -71,9 +64,7 @@ def rounded(
     return Rounded(values.flatten(-2), scales.squeeze(-1))
 
 
-def _least_squares(
-    w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _least_squares(w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scales (..., 1) and rounded values of groups along the last dimension."""
     most = 2 ** (bits - 1)
     best: tuple[Tensor, Tensor, Tensor] | None = None
@@ -83,7 +74,7 @@ def _least_squares(
         q = (w / scale).round_().clamp_(-most, most - 1)
         # the best scale for these values, then the values for that scale
         weighted = q if importance is None else q * importance
-        scale = _stored((weighted * w).sum(-1, keepdim=True) / (weighted * q).sum(-1, keepdim=True), scale_dtype)  # fmt: skip
+        scale = _stored((weighted * w).sum(-1, keepdim=True) / (weighted * q).sum(-1, keepdim=True), scale_dtype)
         q = (w / scale).round_().clamp_(-most, most - 1)
         off = (w - q * scale).square_()
         error = (off if importance is None else off.mul_(importance)).sum(-1, keepdim=True)
@@ -100,9 +91,7 @@ def _least_squares(
     return best[1].to(scale_dtype), best[2].to(torch.int8)
 
 
-def _made_up(
-    w: Tensor, bits: int, size: int, scale_dtype: torch.dtype, products_KK: Tensor
-) -> Rounded:
+def _made_up(w: Tensor, bits: int, size: int, scale_dtype: torch.dtype, products_KK: Tensor) -> Rounded:
     """Round column by column, and adjust later columns so that outputs change least (GPTQ, Frantar et al. 2022, arXiv
     2210.17323, alg. 1).
 

@@ -1,9 +1,9 @@
 """Low-rank adapters of spread experts: each rank has the factors of the experts that it computes.
 
-Where tokens travel to all ranks, factors are cut as their experts are, along E and, of the factor that has F, along F. A factor
-without F is on all slices of its experts, an adapter that all experts share on all ranks: their gradients are summed over the
-ranks that have the same part. Where weights are gathered, every rank has all factors, which are small, and uses its experts'
-factors.
+Where tokens travel to all ranks, factors are cut as their experts are, along E and, of the factor that has F, along F.
+A factor without F is on all slices of its experts, an adapter that all experts share on all ranks: their gradients are
+summed over the ranks that have the same part. Where weights are gathered, every rank has all factors, which are small,
+and uses its experts' factors.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,12 @@ from expertmesh.parallel.experts.gather import SLICED_AXIS
 from expertmesh.parallel.experts.route_split import RouteSplit
 
 
-def shard_adapters(
-    adapters: ModuleAdapters, world: World, split: RouteSplit, *, layer: str, sums: bool = True
-) -> None:
+def shard_adapters(adapters: ModuleAdapters, world: World, split: RouteSplit, *, layer: str, sums: bool = True) -> None:
     """Spread the adapters of a layer's experts, in place; every rank must call.
 
     Args:
         adapters: with whole factors, or on the meta device.
-        world: all ranks.
         split: how the ranks hold the experts and compute them.
-        layer: name for the byte counter.
         sums: whether gradients are summed over ranks with the same part of a factor.
     """
     degrees = split.storage

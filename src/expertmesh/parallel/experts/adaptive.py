@@ -73,7 +73,6 @@ class LayerChooser:
     """Chooses dispatch options for one layer, alike on all ranks.
 
     Args:
-        tuner: tuner of all layers of its shape.
         num_ranks: W, ranks that hold its experts.
         world_size: number of ranks over which times are averaged.
     """
@@ -84,7 +83,7 @@ class LayerChooser:
         self._done: list[tuple[Trial, Stopwatch]] = []
         self._sent: Trial | None = None
 
-    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
+    def choose(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
         """All dispatch options of the call that begins."""
         load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
@@ -97,11 +96,12 @@ class LayerChooser:
             trains=torch.is_grad_enabled(),
             capacity_factor=capacity_factor,
         )
-        way, self._trial = self.tuner.choose(load, bucket)
-        return way
+        options, self._trial = self.tuner.choose(load, bucket)
+        return options
 
     def timed(self, tokens: Dispatched) -> tuple[Dispatched, Callable[[Tensor], None] | None]:
-        """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no trial."""
+        """Tokens whose gradient ends the timing of this call, and a callback for its result; None: the call is no
+        trial."""
         trial, self._trial = self._trial, None
         if trial is None:
             return tokens, None
@@ -145,9 +145,7 @@ def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
     return {r: route_shape(make_split(degrees, r), nodes) for r in allowed}
 
 
-def layer_shape(
-    layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int
-) -> LayerShape:
+def layer_shape(layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int) -> LayerShape:
     """Shape of one of `num_layers` layers for the cost model; element_bytes is the size of its parameters' dtype."""
     experts = layer.grouped
     assert experts is not None
@@ -172,26 +170,16 @@ def may_choose(layer: MoELayer) -> bool:
 
 
 def adapt(
-    layers: Sequence[MoELayer],
-    pinned: DispatchOptions,
-    network: Network,
+    layers: Sequence[MoELayer],  # sharded layers; those without a choice (`may_choose`) keep their options
+    pinned: DispatchOptions,  # options that are fixed
+    network: Network,  # the links
     *,
-    num_gathers: int,
-    resting_bytes: float = 0.0,
-    known: Mapping[str, DispatchOptions] | None = None,
-    on_settled: Any = None,
+    num_gathers: int,  # gathers of the weights per step, see `LayerShape`
+    resting_bytes: float = 0.0,  # memory that the model will still allocate permanently on this rank
+    known: Mapping[str, DispatchOptions] | None = None,  # settled plans, by shape and bucket
+    on_settled: Any = None,  # called with all settled plans when there is a new one
 ) -> None:
-    """Let sharded layers choose their dispatch options; every rank must call, with equal arguments.
-
-    Args:
-        layers: sharded layers; those without a choice (`may_choose`) keep their options.
-        pinned: options that are fixed.
-        network: the links.
-        num_gathers: gathers of the weights per step, see `LayerShape`.
-        resting_bytes: memory that the model will still allocate permanently on this rank.
-        known: settled plans, by shape and bucket.
-        on_settled: called with all settled plans when there is a new one.
-    """
+    """Let sharded layers choose their dispatch options; every rank must call, with equal arguments."""
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
     settled: dict[str, DispatchOptions] = dict(known or {})
     probe: tuple[float, float] | None = None
@@ -219,9 +207,7 @@ def adapt(
                 _plain(dispatcher.usual),
                 probe[1] * MEMORY_SHARE,
             )
-            tuners[key] = _new_tuner(
-                shape, choices, Machine(network, probe[0]), settled, on_settled
-            )
+            tuners[key] = _new_tuner(shape, choices, Machine(network, probe[0]), settled, on_settled)
         dispatcher.chooser = LayerChooser(tuners[key], num_ranks=W, world_size=world.size)
 
 
@@ -235,12 +221,12 @@ def _new_tuner(
     name = f"E{shape.num_experts}-D{shape.dim}-F{shape.hidden_dim}-W{shape.num_ranks}:"
 
     def note(found: Mapping[str, DispatchOptions]) -> None:
-        settled.update({name + key: way for key, way in found.items()})
+        settled.update({name + key: dispatch for key, dispatch in found.items()})
         if on_settled is not None:
             on_settled(settled)
 
-    mine = {k.removeprefix(name): way for k, way in settled.items() if k.startswith(name)}
-    fitting = {k: way for k, way in mine.items() if choices.allow(way)}
+    mine = {k.removeprefix(name): dispatch for k, dispatch in settled.items() if k.startswith(name)}
+    fitting = {k: dispatch for k, dispatch in mine.items() if choices.allow(dispatch)}
     search = ModelSearch(choices, shape, machine)
     return Tuner(search, known=fitting, on_settled=note, effort=EFFORT)
 

@@ -32,32 +32,20 @@ from expertmesh.parallel.experts.exchange import added_over_ranks
 
 @dataclass
 class StepSizes:
-    """Sizes of the current step that all ranks know.
+    """Sizes of the current step that all ranks know."""
 
-    Attributes:
-        most_tokens: tokens of the largest tensor group; at least 1.
-        rows: rows of logits of each tensor group.
-    """
-
-    most_tokens: int = 1
-    rows: list[int] = field(default_factory=list)
+    most_tokens: int = 1  # tokens of the largest tensor group; at least 1
+    rows: list[int] = field(default_factory=list)  # rows of logits of each tensor group
 
 
 @dataclass(frozen=True)
 class ServingGroups:
-    """Process groups of this rank in an engine.
+    """Process groups of this rank in an engine."""
 
-    Attributes:
-        everyone: all p ranks.
-        column: the p / L ranks with this rank's index in their tensor groups.
-        row: the tensor group: L neighbours with the same tokens.
-        leaders: the first rank of each tensor group; for any other rank, itself alone.
-    """
-
-    everyone: RankGroup
-    column: RankGroup
-    row: RankGroup
-    leaders: RankGroup
+    everyone: RankGroup  # all p ranks
+    column: RankGroup  # the p / L ranks with this rank's index in their tensor groups
+    row: RankGroup  # the tensor group: L neighbours with the same tokens
+    leaders: RankGroup  # the first rank of each tensor group; for any other rank, itself alone
 
     @property
     def number(self) -> int:
@@ -67,15 +55,10 @@ class ServingGroups:
 
 @dataclass(frozen=True)
 class SlotTables:
-    """Slots of the copies of experts, on the device.
+    """Slots of the copies of experts, on the device."""
 
-    Attributes:
-        slot_EC: (E + 1, C) slots of each expert, repeated to C entries; the last row has none.
-        copies_E: (E + 1,) number of copies.
-    """
-
-    slot_EC: Tensor
-    copies_E: Tensor
+    slot_EC: Tensor  # (E + 1, C) slots of each expert, repeated to C entries; the last row has none
+    copies_E: Tensor  # (E + 1,) number of copies
 
     @classmethod
     def of(cls, placement: Placement, *, device: torch.device) -> "SlotTables":
@@ -101,36 +84,24 @@ class CoordinatedDispatcher:
     """Dispatcher of the coordinated all-to-all. A `TokenDispatcher`.
 
     Attributes:
-        groups: process groups of this rank.
-        sizes: sizes of the current step.
-        num_experts: E.
-        first_expert: global id of the first expert that this rank computes, or a slice of; with `tables` its first
-            slot.
-        num_local: number of experts, or slots, that it computes.
         is_split: True if the ranks of a column hold all experts: each rank of a tensor group then sends its part of the
             tokens, and the group all-gathers the sums. False: every rank of the group sends all of its tokens, and
             their sums are added.
-        is_exact: whether each choice is sent home on its own, so that sums have the bits of one process.
-        layer: name for errors and the byte counter.
-        tables: slots of copies of experts; None: no copies.
     """
 
-    groups: ServingGroups
-    sizes: StepSizes
-    num_experts: int
+    groups: ServingGroups  # process groups of this rank
+    sizes: StepSizes  # sizes of the current step
+    num_experts: int  # E
+    # global id of the first expert that this rank computes, or a slice of; with `tables` its first slot
     first_expert: int
-    num_local: int
+    num_local: int  # number of experts, or slots, that it computes
     is_split: bool
-    is_exact: bool
-    layer: str
-    tables: SlotTables | None = None
+    is_exact: bool  # whether each choice is sent home on its own, so that sums have the bits of one process
+    layer: str  # name for errors and the byte counter
+    tables: SlotTables | None = None  # slots of copies of experts; None: no copies
 
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
-        """Start the dispatch of tokens.
-
-        Raises:
-            CollectiveError: a rank is gone.
-        """
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> "CoordinatedRoundTrip":
+        """Start the dispatch of tokens."""
         return CoordinatedRoundTrip(self, tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -139,15 +110,10 @@ class CoordinatedDispatcher:
 
 
 class CoordinatedRoundTrip:
-    """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`.
-
-    Args:
-        dispatcher: dispatcher of the tokens.
-        tokens: tokens of the group, the same on all of its ranks.
-    """
+    """Dispatch, experts and combine of a tensor group's tokens. A `RoundTrip`."""
 
     def __init__(self, dispatcher: CoordinatedDispatcher, tokens: Dispatched) -> None:
-        self._way, self._num_tokens = dispatcher, len(tokens.x_TD)
+        self._dispatcher, self._num_tokens = dispatcher, len(tokens.x_TD)
         self._top_k = tokens.expert_ids_TK.shape[1]
         self._dtype = tokens.x_TD.dtype
         size = dispatcher.groups.row.size if dispatcher.is_split else 1
@@ -163,57 +129,49 @@ class CoordinatedRoundTrip:
         if dispatcher.groups.column.size > 1:
             packed = _packed(self._own())
             where = f"{dispatcher.layer}, dispatch"
-            self._out, self._pending = start_all_gather(
-                packed, dispatcher.groups.column, where=where
-            )
+            self._out, self._pending = start_all_gather(packed, dispatcher.groups.column, where=where)
 
     def _own(self) -> Dispatched:
         """Part of the group's tokens that this rank sends."""
-        if not self._way.is_split or self._way.groups.row.size == 1:
+        if not self._dispatcher.is_split or self._dispatcher.groups.row.size == 1:
             return self._padded
-        begin, p = self._way.groups.row.rank * self._each, self._padded
-        x_TD, ids_TK, weights_TK = (
-            one[begin : begin + self._each] for one in (p.x_TD, p.expert_ids_TK, p.weights_TK)
-        )
+        begin, p = self._dispatcher.groups.row.rank * self._each, self._padded
+        x_TD, ids_TK, weights_TK = (one[begin : begin + self._each] for one in (p.x_TD, p.expert_ids_TK, p.weights_TK))
         return Dispatched(x_TD, ids_TK, weights_TK)
 
     def advance(self) -> None:
         """Do nothing: all communication has started."""
 
     def finish(self, experts: Experts) -> Tensor:
-        """Compute this rank's experts for the tokens of its column, and combine the results.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
-        way = self._way
+        """Compute this rank's experts for the tokens of its column, and combine the results."""
+        dispatcher = self._dispatcher
         with phase("dispatch"):
             wait(self._pending)
             tokens = self._own()
             if self._out is not None:
                 tokens = _unpacked(self._out.flatten(0, 1), self._padded)
             tokens = self._here(tokens)
-        parameters = _of_type(experts, tokens.x_TD.dtype) if way.is_exact else None
+        parameters = _of_type(experts, tokens.x_TD.dtype) if dispatcher.is_exact else None
         y_RD = apply_experts(experts, tokens, parameters)
         with phase("combine"):
             y_TD = self._home(y_RD)
-            if way.groups.row.size > 1:
-                parts_LTD = all_gather(y_TD, way.groups.row, where=f"{way.layer}, gather")
-                y_TD = parts_LTD.flatten(0, 1) if way.is_split else added_over_ranks(parts_LTD)
-            y_TD = y_TD[: self._num_tokens * (self._top_k if way.is_exact else 1)]
-            return (_in_slot_order(y_TD, self._top_k) if way.is_exact else y_TD).to(self._dtype)
+            if dispatcher.groups.row.size > 1:
+                parts_LTD = all_gather(y_TD, dispatcher.groups.row, where=f"{dispatcher.layer}, gather")
+                y_TD = parts_LTD.flatten(0, 1) if dispatcher.is_split else added_over_ranks(parts_LTD)
+            y_TD = y_TD[: self._num_tokens * (self._top_k if dispatcher.is_exact else 1)]
+            return (_in_slot_order(y_TD, self._top_k) if dispatcher.is_exact else y_TD).to(self._dtype)
 
     def _here(self, tokens: Dispatched) -> Dispatched:
         """Tokens with ids counted from this rank's first expert; choices of other ranks' experts become no choice."""
-        way = self._way
+        dispatcher = self._dispatcher
         ids_TK = tokens.expert_ids_TK
-        if way.tables is not None:
-            ids_TK = way.tables.slots(ids_TK)
-        local_TK = ids_TK - way.first_expert
-        is_own_TK = (local_TK >= 0) & (local_TK < way.num_local)
-        local_TK = torch.where(is_own_TK, local_TK, way.num_local)
+        if dispatcher.tables is not None:
+            ids_TK = dispatcher.tables.slots(ids_TK)
+        local_TK = ids_TK - dispatcher.first_expert
+        is_own_TK = (local_TK >= 0) & (local_TK < dispatcher.num_local)
+        local_TK = torch.where(is_own_TK, local_TK, dispatcher.num_local)
         tokens = replace(tokens, expert_ids_TK=local_TK, weights_TK=tokens.weights_TK * is_own_TK)
-        if not way.is_exact:
+        if not dispatcher.is_exact:
             return tokens
         x_TD = tokens.x_TD.to(dtype_of_rows(tokens.x_TD.device, self._dtype))
         return Dispatched(
@@ -224,19 +182,20 @@ class CoordinatedRoundTrip:
 
     def _home(self, y_RD: Tensor) -> Tensor:
         """Sums over the column's ranks for the tokens that this rank sent."""
-        column = self._way.groups.column
+        column = self._dispatcher.groups.column
         if column.size == 1:
             return y_RD
         # explicit sizes, though all are equal: on a CPU both directions of a link are then used at once
         sizes = [len(y_RD) // column.size] * column.size
-        where = f"{self._way.layer}, combine"
+        where = f"{self._dispatcher.layer}, combine"
         rows, pending = start_all_to_all(y_RD, sizes, sizes, column, where=where)
         wait(pending)
         return added_over_ranks(rows.unflatten(0, (column.size, -1)))
 
 
 def _of_type(experts: Experts, dtype: torch.dtype) -> ExpertParameters | None:
-    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else None."""
+    """Experts' parameters cast to the dtype of their tokens if they differ (a CPU without matmuls of that dtype), else
+    None."""
     grouped: Any = experts  # those in slots are cast when they are used
     if grouped.paging is not None or (grouped.format == "dense" and grouped.dtype == dtype):
         return None
@@ -261,7 +220,6 @@ def _unpacked(packed: Tensor, like: Dispatched) -> Dispatched:
     columns = (like.x_TD, like.weights_TK, like.expert_ids_TK.to(torch.int32))
     sizes = [one.shape[1] * one.element_size() for one in columns]
     x, weights, ids = (
-        part.contiguous().view(one.dtype)
-        for part, one in zip(packed.split(sizes, 1), columns, strict=True)
+        part.contiguous().view(one.dtype) for part, one in zip(packed.split(sizes, 1), columns, strict=True)
     )
     return Dispatched(x, ids.long(), weights)

@@ -37,7 +37,7 @@ from expertmesh.parallel.experts.exchange import (
     Ragged,
     Route,
 )
-from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
+from expertmesh.parallel.experts.fits import check_dispatch, check_options, check_spread
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load_record import (
     FIRST_TOKENS,
@@ -57,21 +57,20 @@ from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
 _never_compiled = torch._disable_dynamo
-"""Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the compiler."""
+"""Disables torch.compile: collectives cannot be traced, and decisions change per call. The public name would import the
+compiler."""
 
 PIECE_BYTES = 1 << 20
-MAX_PIECES = 8
-"""Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_PIECES."""
+MAX_CHUNKS = 8
+"""Pieces of tokens sent across nodes have about PIECE_BYTES each, and there are at most MAX_CHUNKS."""
 
 
 class ShardedRoundTrip:
     """Dispatch of tokens and gather of weights of one call, under way. A `RoundTrip`.
 
     Args:
-        dispatch_handles: dispatch handles of the parts of the tokens. While experts compute one part, the next is dispatched
-            and the one before is combined.
-        storage: storage of the weights.
-        gathered: weights that are being gathered; None: the experts use their own.
+        dispatch_handles: dispatch handles of the parts of the tokens. While experts compute one part, the next is
+            dispatched and the one before is combined.
         staying: choices of hot experts, computed while tokens travel; None: no hot experts.
         when_over: callbacks that receive the result at the end of the forward.
     """
@@ -79,8 +78,8 @@ class ShardedRoundTrip:
     def __init__(
         self,
         dispatch_handles: Sequence[DispatchHandle],
-        storage: ExpertShards,
-        gathered: WeightsInUse | None,
+        storage: ExpertShards,  # storage of the weights
+        gathered: WeightsInUse | None,  # weights that are being gathered; None: the experts use their own
         staying: LocalTokens | None = None,
         when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
@@ -89,21 +88,13 @@ class ShardedRoundTrip:
 
     @_never_compiled
     def advance(self) -> None:
-        """Send the rows once the other ranks' row counts are known.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Send the rows once the other ranks' row counts are known."""
         with phase("dispatch"):
             self._dispatch_handles[0].advance()
 
     @_never_compiled
     def finish(self, experts: Experts) -> Tensor:
-        """Run the experts on the tokens received, and combine the partial sums that are sent back.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Run the experts on the tokens received, and combine the partial sums that are sent back."""
         self.advance()
         dispatch_handles, gathered = self._dispatch_handles, self._gathered
         hot_TD = None if self._staying is None else self._staying.finish(experts)
@@ -118,11 +109,7 @@ class ShardedRoundTrip:
                     following.advance()
                 tokens = dispatch_handle.finish()
             given = parameters
-            if (
-                dispatch_handle is dispatch_handles[0]
-                and gathered is not None
-                and parameters is not None
-            ):
+            if dispatch_handle is dispatch_handles[0] and gathered is not None and parameters is not None:
                 # in the backward this part is last: no other part's matmuls are left to hide its exchange
                 given = gathered.late(parameters) if dispatch_handle.travels else parameters
             y_RD = apply_experts(experts, tokens, given)
@@ -147,29 +134,22 @@ class ExpertDispatcher:
     """Dispatches tokens to the ranks that hold a layer's experts. A `TokenDispatcher`.
 
     Args:
-        storage: storage of the experts' parameters.
-        num_experts: E.
-        way: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat. Hierarchical
-            equals flat where all ranks that share tokens are on one node, or each on its own node.
-        nodes: node of each rank of the world; None: from torchrun.
-        network: links for the cost model of all_to_all="auto".
+        dispatch: default dispatch options. Unset fields mean: over all ranks of one replica, in one part, flat.
+            Hierarchical equals flat where all ranks that share tokens are on one node, or each on its own node.
         exchanges: factory of the exchange of a route, such as `partial(Fixed, bound=16)`, whose sizes the host never
             waits for; None: chosen among `Alone`, `Hierarchical` and `Ragged`.
         dispatch_dtype: dtype of dispatched tokens: their own ("same"), or 8 bits with a scale per 128 elements ("int8",
             "float8_e4m3"). Outputs and gradients travel in their own dtype.
-
-    Raises:
-        ConfigError: route_degree does not divide the ranks, an option has no such value, or two options conflict.
     """
 
     def __init__(
         self,
-        storage: ExpertShards,
+        storage: ExpertShards,  # storage of the experts' parameters
         *,
-        num_experts: int,
-        way: DispatchOptions = AS_USUAL,
-        nodes: Sequence[int] | None = None,
-        network: Network = USUAL_NETWORK,
+        num_experts: int,  # E
+        dispatch: DispatchOptions = AS_USUAL,
+        nodes: Sequence[int] | None = None,  # node of each rank of the world; None: from torchrun
+        network: Network = USUAL_NETWORK,  # links for the cost model of all_to_all="auto"
         exchanges: Callable[[Route], Exchange] | None = None,
         dispatch_dtype: DispatchDtype = "same",
     ) -> None:
@@ -183,12 +163,12 @@ class ExpertDispatcher:
         self.chooser: LayerChooser | None = None
         self._repetitions = Repetitions(storage.layer)
         check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=storage.world.size)
-        self._check(way)
+        self._check(dispatch)
         usual = DispatchOptions(
-            make_split(storage.degrees, way.route_degree).route_degree,
-            way.overlap_degree or 1,
-            way.all_to_all or "flat",
-            way.replicated_experts or 0,
+            make_split(storage.degrees, dispatch.route_degree).route_degree,
+            dispatch.overlap_degree or 1,
+            dispatch.all_to_all or "flat",
+            dispatch.replicated_experts or 0,
         )
         self.usual = usual
 
@@ -198,9 +178,6 @@ class ExpertDispatcher:
         Args:
             route_degree: ranks that tokens travel over; None: the default.
             is_flat: flat (True) or hierarchical all-to-all; None: the default.
-
-        Raises:
-            ConfigError: route_degree does not divide the ranks.
         """
         degree = self.usual.route_degree if route_degree is None else route_degree
         assert degree is not None
@@ -259,7 +236,8 @@ class ExpertDispatcher:
 
     @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, replicas of the experts included; the first value of a call is the number of choices per expert.
+        """Sum over all ranks, replicas of the experts included; the first value of a call is the number of choices per
+        expert.
 
         Where all ranks have the same tokens, each rank's value is the sum already.
         """
@@ -277,29 +255,19 @@ class ExpertDispatcher:
         self.load.note(total)
         return total
 
-    def _check(self, way: DispatchOptions) -> None:
-        """Raise ConfigError for options that no call can have.
-
-        Raises:
-            ConfigError: see `start`.
-        """
-        check_way(
-            way,
+    def _check(self, dispatch: DispatchOptions) -> None:
+        """Raise ConfigError for options that no call can have."""
+        check_options(
+            dispatch,
             num_experts=self.num_experts,
             stay=self.storage.stay,
             has_exchange=self.exchanges is not None,
         )
 
     @_never_compiled
-    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
-        """Start to dispatch tokens and to gather weights; see `TokenDispatcher`.
-
-        Raises:
-            ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
-                replicated_experts, or more tokens than the exchange takes.
-            CollectiveError: a rank is gone or late.
-        """
-        chosen = self._choose(way, tokens)
+    def start(self, tokens: Dispatched, dispatch: DispatchOptions = AS_USUAL) -> ShardedRoundTrip:
+        """Start to dispatch tokens and to gather weights; see `TokenDispatcher`."""
+        chosen = self._choose(dispatch, tokens)
         exchange = self.exchange(chosen.route_degree, is_flat=chosen.is_flat)
         when_over = []
         if not in_backward():
@@ -319,22 +287,22 @@ class ExpertDispatcher:
         if replicated is not None:
             staying = LocalTokens(tokens, replicated, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
-        dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
+        dispatch_handles = exchange.start_parts(tokens, chosen.num_parts, chosen.num_chunks)
         return ShardedRoundTrip(dispatch_handles, self.storage, gathered, staying, when_over)
 
-    def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
+    def _choose(self, dispatch: DispatchOptions, tokens: Dispatched) -> "Chosen":
         """Options of a call; a forward repeated by activation checkpointing gets the options of its first run."""
         self.load.begin(is_again=in_backward())
         if in_backward():
             return self._repetitions.chosen()
-        self._check(way)
+        self._check(dispatch)
         top_k, factor = tokens.expert_ids_TK.shape[1], tokens.capacity_factor
         usual = self.usual
-        if self.chooser is not None and way == AS_USUAL:  # a call with explicit options is no trial
-            usual = self.chooser.way(self, top_k, factor)
+        if self.chooser is not None and dispatch == AS_USUAL:  # a call with explicit options is no trial
+            usual = self.chooser.choose(self, top_k, factor)
         route_degree, num_parts, all_to_all, replicated = [
             mine if given is None else given
-            for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
+            for given, mine in zip(vars(dispatch).values(), vars(usual).values(), strict=True)
         ]
         route_degree = make_split(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
@@ -342,21 +310,19 @@ class ExpertDispatcher:
         counts = self.load.counts() if replicated else None
         hot = () if counts is None else hottest(counts, replicated)
         is_flat = all_to_all == "flat"
-        num_pieces = 1 if is_flat else self.num_pieces(top_k, tokens.x_TD, num_parts)
-        return Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
+        num_chunks = 1 if is_flat else self.num_chunks(top_k, tokens.x_TD, num_parts)
+        return Chosen(route_degree, num_parts, is_flat, hot, num_chunks)
 
-    def num_pieces(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
-        """Number of pieces in which a part of the tokens crosses nodes; the same on all ranks.
+    def num_chunks(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
+        """Number of chunks in which a part of the tokens crosses nodes; the same on all ranks.
 
         Args:
-            top_k: K.
             x_TD: tokens of the call; only D and the dtype are used, because T may differ between ranks.
-            num_parts: number of parts of the call.
         """
         load = self.load.token_load(top_k)
         num_tokens = FIRST_TOKENS if load is None else load.num_tokens
         size = num_tokens / num_parts * x_TD.shape[1] * x_TD.element_size()
-        return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
+        return max(1, min(round(size / PIECE_BYTES), MAX_CHUNKS))
 
     def _faster(self, route_degree: int, tokens: Dispatched) -> str:
         """Faster all-to-all by the cost model, from numbers that are equal on all ranks."""
@@ -428,7 +394,7 @@ def spread_experts(
     Raises:
         ConfigError: the degrees do not fit, or the layer is sharded already.
     """
-    way = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
+    dispatch = DispatchOptions(route_degree, overlap_degree, all_to_all, replicated_experts)
     degrees = check_spread(
         layer,
         world.size,
@@ -436,7 +402,7 @@ def spread_experts(
         es_degree=es_degree,
         order=order,
         keep=keep,
-        way=way,
+        dispatch=dispatch,
         has_exchange=exchanges is not None,
         nodes=nodes,
         dispatch_dtype=dispatch_dtype,
@@ -465,7 +431,7 @@ def spread_experts(
     layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
-        way=way,
+        dispatch=dispatch,
         nodes=nodes,
         network=network,
         exchanges=exchanges,

@@ -1,4 +1,5 @@
-"""Exchanges that dispatch tokens to the ranks of their experts and combine the results: `Alone`, `AllReduceExchange`, `Fixed` and `Ragged`.
+"""Exchanges that dispatch tokens to the ranks of their experts and combine the results: `Alone`, `AllReduceExchange`,
+`Fixed` and `Ragged`.
 
 An exchange has two asynchronous moves, dispatch (`start`, `DispatchHandle.finish`) and combine
 (`DispatchHandle.start_home`, `CombineHandle.finish`). Work between a start and its finish overlaps with communication,
@@ -34,25 +35,15 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Route:
-    """Ranks that tokens travel over under one split.
-
-    Attributes:
-        split: the split.
-        group: ranks that share their tokens.
-        num_experts: E.
-        first_expert: global id of the first expert that this rank computes.
-        places: rank in the group of [block of experts][slice].
-        layer: name for errors and the byte counter.
-        payload: dtype of dispatched tokens.
-    """
+    """Ranks that tokens travel over under one split."""
 
     split: RouteSplit
-    group: RankGroup
-    num_experts: int
-    first_expert: int
-    places: list[list[int]]
-    layer: str
-    payload: DispatchDtype = "same"
+    group: RankGroup  # ranks that share their tokens
+    num_experts: int  # E
+    first_expert: int  # global id of the first expert that this rank computes
+    places: list[list[int]]  # rank in the group of [block of experts][slice]
+    layer: str  # name for errors and the byte counter
+    payload: DispatchDtype = "same"  # dtype of dispatched tokens
 
     @property
     def num_local(self) -> int:
@@ -64,7 +55,8 @@ class Route:
         return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.split.route_e)
 
     def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Ids counted from a rank's first expert (`num_local` for other ranks' experts), and a mask of the rank's own choices."""
+        """Ids counted from a rank's first expert (`num_local` for other ranks' experts), and a mask of the rank's own
+        choices."""
         local_RK = ids_RK - first
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
@@ -145,15 +137,13 @@ class Exchange:
         """
         return self.start_parts(tokens, 1)[0]
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Start the dispatch of tokens in parts that travel one after the other.
 
         Args:
             tokens: tokens of this rank, with global expert ids; some parts may be empty.
             num_parts: number of parts, the same on all ranks.
-            num_pieces: number of pieces of a part, where dispatch has several stages that can overlap; the same on all
+            num_chunks: number of chunks of a part, where dispatch has several stages that can overlap; the same on all
                 ranks.
 
         Returns:
@@ -221,30 +211,21 @@ class _LocalDispatch(DispatchHandle):
 class Alone(Exchange):
     """Exchange for a rank that has all experts of its tokens: no communication."""
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Keep all tokens in one part."""
         return [_LocalDispatch(tokens)]
 
 
 class AllReduceExchange(Exchange):
-    """Exchange of ranks that all have the same tokens: each computes its experts, or slices of them, and the results are summed over ranks.
+    """Exchange of ranks that all have the same tokens: each computes its experts, or slices of them, and the results
+    are summed over ranks.
 
     For inference: one collective per layer, no host synchronization, and the same bits on all ranks.
     """
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
-        """Keep all tokens in one part.
-
-        Raises:
-            ConfigError: gradients are enabled, which would be counted once per rank.
-        """
-        if torch.is_grad_enabled() and (
-            tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad
-        ):
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
+        """Keep all tokens in one part."""
+        if torch.is_grad_enabled() and (tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad):
             raise ConfigError(
                 f"{self.route.layer}: is spread for inference, over ranks that all have the same tokens; call it under"
                 " torch.no_grad(), or spread it for training with parallelize"
@@ -270,43 +251,29 @@ class _AllReduceDispatch(DispatchHandle):
 
 
 class Fixed(Exchange):
-    """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few tokens at a time.
+    """Exchange of fixed size: every rank sends equally many tokens to each, so the host never waits. For decoding a few
+    tokens at a time.
 
     Args:
-        route: ranks of the tokens.
         bound: maximum number of tokens of a rank per call.
-
-    Raises:
-        ConfigError: the route sends tokens in 8 bits.
     """
 
     def __init__(self, route: Route, bound: int) -> None:
         super().__init__(route)
         if route.payload != "same":
-            raise ConfigError(
-                f"dispatch_dtype={route.payload} with Fixed: it sends tokens as they are; leave one out"
-            )
+            raise ConfigError(f"dispatch_dtype={route.payload} with Fixed: it sends tokens as they are; leave one out")
         self.bound = bound
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
-        """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks' experts.
-
-        Raises:
-            ConfigError: there are more tokens than the bound.
-        """
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
+        """All-gather the tokens, each part padded to its share of the bound; ranks skip choices of other ranks'
+        experts."""
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:
-            raise ConfigError(
-                f"{T} tokens on this rank with bound={bound}; raise the bound of Fixed, or use Ragged"
-            )
+            raise ConfigError(f"{T} tokens on this rank with bound={bound}; raise the bound of Fixed, or use Ragged")
         ends = [bound * i // num_parts for i in range(num_parts + 1)]
         bounds = [end - start for start, end in pairwise(ends)]
         parts = split(tokens, [min(end, T) - min(start, T) for start, end in pairwise(ends)])
-        return [
-            _FixedDispatch(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
-        ]
+        return [_FixedDispatch(self.route, part, size) for part, size in zip(parts, bounds, strict=True)]
 
 
 class _FixedDispatch(DispatchHandle):
@@ -337,9 +304,7 @@ class _FixedDispatch(DispatchHandle):
         return _Summed(rows, self._add)
 
     def _add(self, home_RD: Tensor) -> Tensor:
-        return added_over_ranks(
-            home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
-        )
+        return added_over_ranks(home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens])
 
 
 def added_over_ranks(parts_PTD: Tensor) -> Tensor:
@@ -350,9 +315,7 @@ def added_over_ranks(parts_PTD: Tensor) -> Tensor:
 class Ragged(Exchange):
     """Exchange of ragged size: each rank sends the rows that another needs; the host waits once, for the row counts."""
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
         """Exchange row counts once for all parts; `DispatchHandle.advance` sends the rows."""
         parts = split(tokens, part_sizes(tokens, num_parts))
         found = [_RaggedDispatch(self.route, part) for part in parts]

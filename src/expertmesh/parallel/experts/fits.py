@@ -17,53 +17,35 @@ from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shard
 
 
 def check_spread(
-    layer: MoELayer,
-    num_ranks: int,
+    layer: MoELayer,  # the layer before it is sharded
+    num_ranks: int,  # number of ranks of the world
     *,
-    num_replicas: int = 1,
-    es_degree: int | None = None,
-    order: ExpertOrder = "slices_inner",
-    keep: Keep = "until_backward",
-    way: DispatchOptions = AS_USUAL,
-    has_exchange: bool = False,
-    nodes: Sequence[int] | None = None,
-    dispatch_dtype: DispatchDtype = "same",
-    offload: bool = False,
+    num_replicas: int = 1,  # replicas of the experts
+    es_degree: int | None = None,  # slices of each expert
+    order: ExpertOrder = "slices_inner",  # assignment of parts to ranks
+    keep: Keep = "until_backward",  # lifetime of gathered weights
+    dispatch: DispatchOptions = AS_USUAL,
+    has_exchange: bool = False,  # whether the exchange is given, and not chosen by `all_to_all`
+    nodes: Sequence[int] | None = None,  # node of each rank
+    dispatch_dtype: DispatchDtype = "same",  # dtype of dispatched tokens
+    offload: bool = False,  # whether parameters rest in host memory
 ) -> ExpertDegrees:
-    """Degrees of a layer's experts on the ranks of one replica; see `spread_experts` for the arguments.
-
-    Args:
-        layer: the layer before it is sharded.
-        num_ranks: number of ranks of the world.
-        num_replicas: replicas of the experts.
-        es_degree: slices of each expert.
-        order: assignment of parts to ranks.
-        keep: lifetime of gathered weights.
-        way: dispatch options.
-        has_exchange: whether the exchange is given, and not chosen by `all_to_all`.
-        nodes: node of each rank.
-        dispatch_dtype: dtype of dispatched tokens.
-        offload: whether parameters rest in host memory.
-
-    Raises:
-        ConfigError: the degrees do not fit, an option has no such value, or the layer is sharded already.
-    """
+    """Degrees of a layer's experts on the ranks of one replica; see `spread_experts` for the arguments."""
     name = f"layer {layer.layer_index}"
     if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, whose module imports this one
         raise ConfigError(
             f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
         )
     if num_replicas < 1 or num_ranks % num_replicas:
-        raise ConfigError(
-            f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor"
-        )
+        raise ConfigError(f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor")
     check_choice("order", order, get_args(ExpertOrder))
     check_choice("keep", keep, get_args(Keep))
     each = num_ranks // num_replicas
     if (experts := layer.grouped) is not None:
         if experts.paging is not None:
             raise ConfigError(
-                f"{name}: its experts are in slots, which are of one process; give em.Engine(..., parallel=) the folder, or spread"
+                f"{name}: its experts are in slots, which are of one process; give em.Engine(..., parallel=) the "
+                "folder, or spread"
                 " experts without slots"
             )
         degrees = expert_degrees(
@@ -84,23 +66,19 @@ def check_spread(
             each,
             num_experts=layer.num_experts,
             es_degree=es_degree,
-            route_degree=way.route_degree,
+            route_degree=dispatch.route_degree,
             offload=offload,
         )
         check_modules(cast(ExpertList, layer.experts), degrees)
         stay = MODULES_STAY
-    make_split(degrees, way.route_degree)
+    make_split(degrees, dispatch.route_degree)
     check_dispatch(dispatch_dtype, nodes=nodes, num_ranks=num_ranks)
-    check_way(way, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
+    check_options(dispatch, num_experts=layer.num_experts, stay=stay, has_exchange=has_exchange)
     return degrees
 
 
 def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_ranks: int) -> None:
-    """Check options of a dispatcher; see `ExpertDispatcher`.
-
-    Raises:
-        ConfigError: an option has no such value.
-    """
+    """Check options of a dispatcher; see `ExpertDispatcher`."""
     check_choice("dispatch_dtype", dispatch_dtype, get_args(DispatchDtype))
     if nodes is not None and len(nodes) != num_ranks:
         raise ConfigError(
@@ -109,31 +87,23 @@ def check_dispatch(dispatch_dtype: str, *, nodes: Sequence[int] | None, num_rank
         )
 
 
-def check_way(way: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
-    """Check dispatch options.
-
-    Args:
-        way: options of a call, or the defaults of a dispatcher.
-        num_experts: E.
-        stay: see `ExpertShards.stay`.
-        has_exchange: see `check_spread`.
-
-    Raises:
-        ConfigError: an option has no such value, or two options conflict.
-    """
+def check_options(dispatch: DispatchOptions, *, num_experts: int, stay: str, has_exchange: bool) -> None:
+    """Check dispatch options. `dispatch`: options of a call, or the defaults of a dispatcher."""
     fix = "use 1 to send all tokens at once"
-    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", way.overlap_degree)
-    if not 0 <= (way.replicated_experts or 0) <= num_experts:
+    Number(1, fix=fix, types=WHOLE, optional=True).check("overlap_degree", dispatch.overlap_degree)
+    if not 0 <= (dispatch.replicated_experts or 0) <= num_experts:
         raise ConfigError(
-            f"replicated_experts={way.replicated_experts}: must be from 0 to the {num_experts} experts; choose fewer"
+            f"replicated_experts={dispatch.replicated_experts}: must be from 0 to the {num_experts} experts; choose "
+            "fewer"
         )
-    if way.replicated_experts and stay:
+    if dispatch.replicated_experts and stay:
         raise ConfigError(
-            f"replicated_experts={way.replicated_experts} with {stay}: they stay where they are; leave it out"
+            f"replicated_experts={dispatch.replicated_experts} with {stay}: they stay where they are; leave it out"
         )
-    if way.all_to_all is not None:
-        check_choice("all_to_all", way.all_to_all, get_args(AllToAll))
-    if has_exchange and way.all_to_all not in (None, "flat"):
+    if dispatch.all_to_all is not None:
+        check_choice("all_to_all", dispatch.all_to_all, get_args(AllToAll))
+    if has_exchange and dispatch.all_to_all not in (None, "flat"):
         raise ConfigError(
-            f"all_to_all={way.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave one out"
+            f"all_to_all={dispatch.all_to_all} with exchanges: a given exchange sends tokens in its own way; leave "
+            "one out"
         )

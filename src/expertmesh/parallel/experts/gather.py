@@ -40,19 +40,12 @@ SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 
 
 class ShardSource(GatheredLayer, Protocol):
-    """Owner of shards that can be gathered.
+    """Owner of shards that can be gathered."""
 
-    Attributes:
-        layer: name for errors and the byte counter.
-        names: names of the parameters, in the order of their shards.
-        activation: activation of the experts.
-        replicas: ranks that hold the same shards.
-    """
-
-    layer: str
-    names: list[str]
-    activation: str
-    replicas: RankGroup
+    layer: str  # name for errors and the byte counter
+    names: list[str]  # names of the parameters, in the order of their shards
+    activation: str  # activation of the experts
+    replicas: RankGroup  # ranks that hold the same shards
 
     def shards(self) -> list[Tensor]:
         """Local shard of each parameter."""
@@ -64,19 +57,12 @@ class ShardSource(GatheredLayer, Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the gathered shards of one split on this rank.
+    """Layout of the gathered shards of one split on this rank."""
 
-    Attributes:
-        group: ranks that share their shards.
-        order: slice j of part i is the shard of the group's rank order[j][i].
-        offset_f: first slice that this rank computes.
-        num_f: total number of slices.
-    """
-
-    group: RankGroup
-    order: tuple[tuple[int, ...], ...]
-    offset_f: int
-    num_f: int
+    group: RankGroup  # ranks that share their shards
+    order: tuple[tuple[int, ...], ...]  # slice j of part i is the shard of the group's rank order[j][i]
+    offset_f: int  # first slice that this rank computes
+    num_f: int  # total number of slices
 
     @property
     def ranks(self) -> list[int]:
@@ -111,9 +97,7 @@ class Layout:
         after = (self.num_f - self.offset_f - len(found)) * width
         return (pad(torch.cat(found, 1), (before, after)),)
 
-    def by_rank(
-        self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True
-    ) -> Tensor:
+    def by_rank(self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True) -> Tensor:
         """Inverse of `slices` for gradients, (n, e', ...); a view where possible.
 
         In the accumulation dtype, or in the shard's if the gradients are not summed over ranks.
@@ -170,11 +154,6 @@ class GradientBuffers:
 
     Memory is allocated from `open` to `close` only, while one layer's backward runs. The constructor allocates it for a
     moment, because a tensor cannot be created without memory; therefore buffers are created once per split.
-
-    Args:
-        source: owner of the shards.
-        layout: layout of the weights.
-        device: device that computes the experts.
     """
 
     def __init__(self, source: ShardSource, layout: Layout, device: torch.device) -> None:
@@ -223,29 +202,21 @@ class GradientBuffers:
         flat = self._flat[name]
         if self._layout.is_by_rank:
             return flat
-        return torch.empty_like(flat).index_copy_(
-            0, on_device(self._layout.ranks, flat.device), flat
-        )
+        return torch.empty_like(flat).index_copy_(0, on_device(self._layout.ranks, flat.device), flat)
 
 
-def reduce_gradients(
-    source: ShardSource, layout: Layout, whole: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced concurrently.
+def reduce_gradients(source: ShardSource, layout: Layout, whole: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Reduce-scatter gradients to their shards, and sum them over replicas; all parameters of a layer are reduced
+    concurrently.
 
     Args:
-        source: owner of the shards.
-        layout: layout of the gathered weights.
         whole: (n, e', ...) gradient of every parameter, by rank; None: no gradient.
 
     Returns:
         The gradient of each shard, in the accumulation dtype, or None.
     """
     where = f"{source.layer}, weight gradients"
-    started = [
-        None if grad is None else start_reduce_scatter(grad, layout.group, where=where)
-        for grad in whole
-    ]
+    started = [None if grad is None else start_reduce_scatter(grad, layout.group, where=where) for grad in whole]
     reduced: list[Tensor | None] = []
     for item in started:
         if item is None:
@@ -263,28 +234,22 @@ class GatheredWeights:
     """Gathered weights of one layer in one forward, under one split.
 
     Args:
-        source: owner of the shards.
-        layout: layout of the split.
-        dtype: dtype of the gathered weights.
-        key: split and dtype, which identify gathers of a layer.
-        prefetcher: gathers dropped weights again in the backward.
         buffers: factory of the layout's gradient buffers; several forwards may share them, because backwards run one at
             a time.
-        drops: whether weights are freed after the forward, and gathered again in the backward.
         main_grads: returns the main gradients that shards' gradients are added to instead of `.grad`; called in each
             backward.
     """
 
     def __init__(
         self,
-        source: ShardSource,
-        layout: Layout,
+        source: ShardSource,  # owner of the shards
+        layout: Layout,  # layout of the split
         dtype: torch.dtype,
         *,
-        key: GatherKey,
-        prefetcher: Prefetcher,
+        key: GatherKey,  # split and dtype, which identify gathers of a layer
+        prefetcher: Prefetcher,  # gathers dropped weights again in the backward
         buffers: Callable[[torch.device], GradientBuffers],
-        drops: bool,
+        drops: bool,  # whether weights are freed after the forward, and gathered again in the backward
         main_grads: Callable[[], WeightGradients | None],
     ) -> None:
         self.source, self.layout, self.dtype, self.key = source, layout, dtype, key
@@ -307,12 +272,7 @@ class GatheredWeights:
         return first.wait()
 
     def parameters(self, whole: GatheredTensors, *, num_calls: int = 1) -> ExpertParameters:
-        """Parameters of the experts that this rank computes, from gathered weights; differentiable.
-
-        Args:
-            whole: the gathered weights.
-            num_calls: calls of the experts with these weights, whose gradients are added.
-        """
+        """Parameters of the experts that this rank computes, from gathered weights; differentiable."""
         flat = list(chain.from_iterable(whole))
         shards = self.source.shards()
         self._wanted = [shard.requires_grad for shard in shards]
@@ -326,10 +286,7 @@ class GatheredWeights:
             if "b_out" in self.source.names:  # small and padded: it is kept
                 del self._addresses[flat[-1].untyped_storage().data_ptr()]
         seen = iter(_Gathered.apply(self, flat, [len(slices) for slices in whole], *shards))
-        found = {
-            name: tuple(next(seen) for _ in slices)
-            for name, slices in zip(self.source.names, whole, strict=True)
-        }
+        found = {name: tuple(next(seen) for _ in slices) for name, slices in zip(self.source.names, whole, strict=True)}
         context = self._dropping if self.drops else nullcontext
         main = direct if self._buffers is None else self._buffers.as_main_grads()
         weights = ExpertWeights.of_names(found, self.source.activation)
@@ -353,7 +310,8 @@ class GatheredWeights:
         return WeightGradients.of_names({name: given for name, given in shards.items() if given})
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
-        """Whether operators must add gradients to `GradientBuffers`: to join slices, to keep FP32 sums, or for main gradients."""
+        """Whether operators must add gradients to `GradientBuffers`: to join slices, to keep FP32 sums, or for main
+        gradients."""
         if not torch.is_grad_enabled() or not any(self._wanted):
             return False
         summed = self.layout.group.size > 1 or num_calls > 1
@@ -442,7 +400,8 @@ class GatheredWeights:
 def hand_over(
     name: str, grad: Tensor, shard: Tensor, *, main: WeightGradients | None, host: HostMemory | None
 ) -> Tensor | None:
-    """Move the gradient of a shard to its memory; returns the gradient for autograd, None if it was added to main gradients."""
+    """Move the gradient of a shard to its memory; returns the gradient for autograd, None if it was added to main
+    gradients."""
     if main is None:
         grad = grad.to(shard.dtype)
     if host is not None:
@@ -464,9 +423,7 @@ class _Gathered(torch.autograd.Function):
     """Shards in, slices of one split out."""
 
     @staticmethod
-    def forward(
-        ctx: Any, use: GatheredWeights, whole: list[Tensor], counts: list[int], *shards: Tensor
-    ) -> Any:
+    def forward(ctx: Any, use: GatheredWeights, whole: list[Tensor], counts: list[int], *shards: Tensor) -> Any:
         ctx.use, ctx.counts = use, counts
         ctx.set_materialize_grads(False)
         # New tensors: one gathered tensor may serve several forwards, each with its own gradient.

@@ -2,7 +2,7 @@
 
 Dispatch: a token crosses to one rank of each node that it needs, and that rank forwards it inside the node. Combine:
     the ranks of a node send their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order
-    and sends one sum across. Tokens go in pieces, so that one piece is forwarded inside a node while the next crosses.
+    and sends one sum across. Tokens go in chunks, so that one chunk is forwarded inside a node while the next crosses.
 
 The entry rank of a node for a sender follows from the sender's index in its own node, so all ranks of a node serve
 equally many senders if nodes are equally large. Nodes may have different numbers of ranks.
@@ -38,15 +38,10 @@ from expertmesh.parallel.experts.tables import on_device
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of the ranks of a route.
+    """Nodes of the ranks of a route."""
 
-    Attributes:
-        members: for each node, the indices of its ranks in the route's group, ascending.
-        inside: group of the route's ranks on this rank's node, in the same order.
-    """
-
-    members: list[list[int]]
-    inside: RankGroup
+    members: list[list[int]]  # for each node, the indices of its ranks in the route's group, ascending
+    inside: RankGroup  # group of the route's ranks on this rank's node, in the same order
 
     def of(self, place: int) -> int:
         """Node of a rank (index in the route's group)."""
@@ -62,7 +57,6 @@ class Hierarchical(Exchange):
     """All-to-all across nodes with one copy of a token per node, then inside nodes; sizes are ragged as in `Ragged`.
 
     Args:
-        route: route of the tokens.
         nodes: at least two nodes, one of which has several ranks.
     """
 
@@ -70,37 +64,35 @@ class Hierarchical(Exchange):
         super().__init__(route)
         self.nodes = nodes
 
-    def start_parts(
-        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[DispatchHandle]:
-        """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in pieces."""
-        cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
-        found = [_NodeDispatch(self.route, self.nodes, piece) for piece in cut]
-        counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
+    def start_parts(self, tokens: Dispatched, num_parts: int, num_chunks: int = 1) -> Sequence[DispatchHandle]:
+        """Exchange the row counts of dispatch and combine, once for all parts; each part crosses in chunks."""
+        cut = split(tokens, part_sizes(tokens, num_parts * num_chunks))
+        found = [_NodeDispatch(self.route, self.nodes, chunk) for chunk in cut]
+        counts_PC = torch.cat([chunk.counts_PC for chunk in found], 1)
         numbers = AsyncCounts(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
         width = counts_PC.shape[1] // len(found)
-        for i, piece in enumerate(found):
-            piece.numbers, piece.columns = numbers, slice(width * i, width * (i + 1))
-        if num_pieces == 1:
+        for i, chunk in enumerate(found):
+            chunk.numbers, chunk.columns = numbers, slice(width * i, width * (i + 1))
+        if num_chunks == 1:
             return found
-        return [_Pieces(found[i : i + num_pieces]) for i in range(0, len(found), num_pieces)]
+        return [_Chunks(found[i : i + num_chunks]) for i in range(0, len(found), num_chunks)]
 
 
-class _Pieces(DispatchHandle):
-    """Tokens that cross in pieces; the received pieces are concatenated."""
+class _Chunks(DispatchHandle):
+    """Tokens that cross in chunks; the received chunks are concatenated."""
 
-    def __init__(self, pieces: Sequence["_NodeDispatch"]) -> None:
-        self._pieces, self._sizes = pieces, [0]
+    def __init__(self, chunks: Sequence["_NodeDispatch"]) -> None:
+        self._chunks, self._sizes = chunks, [0]
 
     def advance(self) -> None:
-        for piece in self._pieces:
-            piece.advance()
+        for chunk in self._chunks:
+            chunk.advance()
 
     def finish(self) -> Dispatched:
         self.advance()
-        for piece in self._pieces:
-            piece.hand_on()
-        found = [piece.finish() for piece in self._pieces]
+        for chunk in self._chunks:
+            chunk.hand_on()
+        found = [chunk.finish() for chunk in self._chunks]
         self._sizes = [len(tokens.x_TD) for tokens in found]
         return Dispatched(
             torch.cat([tokens.x_TD for tokens in found]),
@@ -110,25 +102,25 @@ class _Pieces(DispatchHandle):
         )
 
     def start_home(self, y_RD: Tensor) -> CombineHandle:
-        return _CombineInPieces(self._pieces, y_RD.split(self._sizes))
+        return _CombineInChunks(self._chunks, y_RD.split(self._sizes))
 
 
-class _CombineInPieces:
-    """Combine in pieces: the first starts at once, each other one just before the previous one crosses nodes."""
+class _CombineInChunks:
+    """Combine in chunks: the first starts at once, each other one just before the previous one crosses nodes."""
 
-    def __init__(self, pieces: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
-        self._pieces, self._y = pieces, y
-        self._under_way = [pieces[0].start_home(y[0])]
+    def __init__(self, chunks: Sequence["_NodeDispatch"], y: Sequence[Tensor]) -> None:
+        self._chunks, self._y = chunks, y
+        self._under_way = [chunks[0].start_home(y[0])]
 
     def advance(self) -> None:
-        for piece, y_RD in list(zip(self._pieces, self._y, strict=True))[len(self._under_way) :]:
-            self._under_way.append(piece.start_home(y_RD))
+        for chunk, y_RD in list(zip(self._chunks, self._y, strict=True))[len(self._under_way) :]:
+            self._under_way.append(chunk.start_home(y_RD))
             self._under_way[-2].advance()
         self._under_way[-1].advance()
 
     def finish(self) -> Tensor:
         self.advance()
-        return torch.cat([piece.finish() for piece in self._under_way])
+        return torch.cat([chunk.finish() for chunk in self._under_way])
 
 
 class _NodeCombine:
@@ -179,8 +171,7 @@ class _NodeDispatch(DispatchHandle):
 
     def _new_counts_PC(self, place_TJ: Tensor) -> Tensor:  # noqa: N802
         """(P, C) per rank: rows sent across to it; copies and live slots meant for it; copies that it forwards to each
-        rank of its node for this rank.
-        """
+        rank of its node for this rank."""
         route, nodes, device = self._route, self._nodes, place_TJ.device
         P, here = route.group.size, route.group.rank
         copies_P = count_all_choices(place_TJ, P)
@@ -235,10 +226,7 @@ class _NodeDispatch(DispatchHandle):
         places = [members.index(p) if p in members else inside.size for p in range(group.size)]
         place_inside_P = on_device([*places, inside.size], place_RJ.device)
         send = [sum(column.receive) for column in handed[: inside.size]]
-        receive = [
-            sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry)
-            for entry in members
-        ]
+        receive = [sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry) for entry in members]
         metadata = route_metadata(place_inside_P[place_RJ], inside.size)
         return only_rows(metadata, sum(send)), place_RJ.shape[1], Counts(send, receive)
 

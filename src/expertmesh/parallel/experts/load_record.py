@@ -18,21 +18,13 @@ FIRST_TOKENS = 4096.0
 
 @dataclass(frozen=True)
 class Chosen:
-    """Dispatch options of one call.
+    """Dispatch options of one call."""
 
-    Attributes:
-        route_degree: ranks that tokens travel over.
-        num_parts: parts that the tokens travel in.
-        is_flat: whether the all-to-all is flat.
-        hot: experts whose weights come to the tokens.
-        num_pieces: pieces in which a part crosses nodes.
-    """
-
-    route_degree: int
-    num_parts: int
-    is_flat: bool
-    hot: tuple[int, ...]
-    num_pieces: int = 1
+    route_degree: int  # ranks that tokens travel over
+    num_parts: int  # parts that the tokens travel in
+    is_flat: bool  # whether the all-to-all is flat
+    hot: tuple[int, ...]  # experts whose weights come to the tokens
+    num_chunks: int = 1  # chunks in which a part crosses nodes
 
 
 class _Waiting:
@@ -46,11 +38,7 @@ class _Waiting:
 
 
 class Repetitions:
-    """Options of forwards, so that activation checkpointing repeats a forward with equal options.
-
-    Args:
-        layer: name for errors.
-    """
+    """Options of forwards, so that activation checkpointing repeats a forward with equal options."""
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
@@ -74,29 +62,21 @@ class Repetitions:
         return over
 
     def chosen(self) -> Chosen:
-        """Options of the forward that is repeated now.
-
-        Raises:
-            ConfigError: forwards with different options are waiting for their backward.
-        """
+        """Options of the forward that is repeated now."""
         # including those whose backward has begun: the repeated one may be among them
         waiting = {call.chosen for call in self._waiting}
         if len(waiting) > 1:
             raise ConfigError(
                 f"{self._layer}: {len(self._waiting)} forwards that went different ways wait for their backward, and "
-                "activation checkpointing repeats one of them; run each backward before the next forward, or let all go "
+                "activation checkpointing repeats one of them; run each backward before the next forward, or let all "
+                "go "
                 f"one way (no {named('parallel.adaptive')}, or the same arguments)"
             )
         return next(iter(waiting), self._last)
 
 
 class LoadRecord:
-    """Choices per expert over all ranks, in the last call with gradients and in the last without.
-
-    Args:
-        num_experts: E.
-        num_ranks: ranks over which counts are summed.
-    """
+    """Choices per expert over all ranks, in the last call with gradients and in the last without."""
 
     def __init__(self, num_experts: int, *, num_ranks: int) -> None:
         self._num_experts, self._num_ranks = num_experts, num_ranks
@@ -110,14 +90,11 @@ class LoadRecord:
 
     def is_awaited(self, value: Tensor) -> bool:
         """Whether a value is the counts of the call that has begun."""
-        return (
-            self._is_awaited
-            and value.shape == (self._num_experts,)
-            and not value.is_floating_point()
-        )
+        return self._is_awaited and value.shape == (self._num_experts,) and not value.is_floating_point()
 
     def note(self, counts_E: Tensor) -> None:
-        """Store the counts of a call without synchronizing; once `counts` was called, their copy to the host starts here."""
+        """Store the counts of a call without synchronizing; once `counts` was called, their copy to the host starts
+        here."""
         mode, self._is_awaited = torch.is_grad_enabled(), False
         self._seen[mode] = on_host(counts_E) if self._reads else counts_E.detach().tolist
         self._read.pop(mode, None)
@@ -133,7 +110,6 @@ class LoadRecord:
         """Load of the last call for the cost model; None: no call, or no choices.
 
         Args:
-            top_k: K.
             capacity_factor: capacity factor of the call, which caps each expert's share; None: dropless.
         """
         counts = self.counts()

@@ -29,14 +29,11 @@ def module_degrees(
     route_degree: int | None = None,
     offload: bool = False,
 ) -> ExpertDegrees:
-    """Degrees of W ranks that hold user modules: each rank has E / W of them, whole.
-
-    Raises:
-        ConfigError: W does not divide E, or an option would cut, move or gather their parameters.
-    """
+    """Degrees of W ranks that hold user modules: each rank has E / W of them, whole."""
     if num_experts % num_ranks:
         raise ConfigError(
-            f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, as many as "
+            f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, "
+            "as many as "
             "the others; use a multiple of the ranks as num_experts, or more copies (dp_replicate_degree, num_replicas)"
         )
     reasons = {
@@ -60,25 +57,17 @@ class SpreadExpertList(ExpertList):
     """Expert modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
 
     Parameters shared by several modules of a rank stay shared; across ranks each rank has its own.
-
-    Args:
-        experts: all experts; only this rank's are kept.
-        first: index of the first one kept.
-        count: number of experts kept.
-        owners: ranks of one replica, over which norms are summed.
-        replicas: ranks that hold the same modules; gradients are summed over them.
-        layer: name for errors and the byte counter.
     """
 
     def __init__(
         self,
-        experts: ExpertList,
+        experts: ExpertList,  # all experts; only this rank's are kept
         *,
-        first: int,
-        count: int,
-        owners: RankGroup,
-        replicas: RankGroup,
-        layer: str,
+        first: int,  # index of the first one kept
+        count: int,  # number of experts kept
+        owners: RankGroup,  # ranks of one replica, over which norms are summed
+        replicas: RankGroup,  # ranks that hold the same modules; gradients are summed over them
+        layer: str,  # name for errors and the byte counter
     ) -> None:
         super().__init__((), backend=experts.backend)
         for index in range(first, first + count):
@@ -104,9 +93,7 @@ class SpreadExpertList(ExpertList):
             x_TD = x_TD.detach().requires_grad_()
         return super().forward(x_TD, *route, **options).to(x_TD.dtype)
 
-    def callables(
-        self, x_TD: Tensor
-    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
         """Modules and their parameters; with replicas, gradients of the parameters are summed over these."""
         own = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self._replicas.size == 1 or not own or not torch.is_grad_enabled():
@@ -115,13 +102,12 @@ class SpreadExpertList(ExpertList):
         view_of = dict(zip(own, views, strict=True))
 
         def called(expert: nn.Module) -> Callable[[Tensor], Tensor]:
-            # Every name of a parameter, but each module once: functional_call does not restore a module that it meets twice.
+            # Every name of a parameter, but each module once: functional_call does not restore a module that it meets
+            # twice.
             given = {
                 f"{path}.{name}" if path else name: view_of[parameter]
                 for path, module in expert.named_modules()
-                for name, parameter in module.named_parameters(
-                    recurse=False, remove_duplicate=False
-                )
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
                 if parameter in view_of
             }
             return partial(_call_with, expert, given)
@@ -172,20 +158,10 @@ MODULES_STAY = "experts that are modules of your own"
 
 
 def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
-    """Number of modules that each rank keeps.
-
-    Args:
-        experts: all modules.
-        degrees: degrees from `module_degrees`.
-
-    Raises:
-        ConfigError: all modules of one rank lack parameters, while another rank has some.
-    """
+    """Number of modules that each rank keeps."""
     count = experts.num_experts // degrees.num_ranks
     sizes = [len(list(expert.parameters())) for expert in experts]
-    absent = [
-        isinstance(e, FirstOutput) and e.expert is None for e in experts
-    ]  # only its rank knows
+    absent = [isinstance(e, FirstOutput) and e.expert is None for e in experts]  # only its rank knows
     without = [
         first
         for first in range(0, len(sizes), count)
@@ -193,7 +169,8 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     ]
     if without and any(sizes):
         raise ConfigError(
-            f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
+            f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would "
+            "have: "
             "norms of gradients are sums over ranks that have some; put them between the others"
         )
     return count
@@ -206,30 +183,19 @@ def _empty(strangers: Iterable[nn.Parameter]) -> None:
 
 
 class ExpertModules(ExpertShards):
-    """Holds user modules as experts; nothing is gathered.
-
-    Args:
-        experts: all modules; `SpreadExpertList` keeps this rank's.
-        world: all ranks; every one must construct this.
-        degrees: degrees from `module_degrees`.
-        layer: name for errors and the byte counter.
-        plain: see `ExpertShards`.
-
-    Raises:
-        ConfigError: all modules of one rank lack parameters, while another rank has some.
-    """
+    """Holds user modules as experts; nothing is gathered."""
 
     casts_tokens = False
     stay = MODULES_STAY
 
     def __init__(
         self,
-        experts: ExpertList,
-        world: World,
+        experts: ExpertList,  # all modules; `SpreadExpertList` keeps this rank's
+        world: World,  # all ranks; every one must construct this
         degrees: ExpertDegrees,
         *,
-        layer: str,
-        plain: bool = False,
+        layer: str,  # name for errors and the byte counter
+        plain: bool = False,  # see `ExpertShards`
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         count = check_modules(experts, degrees)
@@ -248,16 +214,13 @@ class ExpertModules(ExpertShards):
         """Do nothing: no weights are kept."""
 
     def start_gather(self, split: RouteSplit, dtype: torch.dtype | None) -> None:
-        """Check the split, and that no wrapper took the parameters; no weights are gathered.
-
-        Raises:
-            ConfigError: the split would move the modules, or see `check_left_alone`.
-        """
+        """Check the split, and that no wrapper took the parameters; no weights are gathered."""
         check_left_alone(self.modules, layer=self.layer)
         W = self.degrees.num_ranks
         if split.route_degree != W:
             raise ConfigError(
-                f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens must "
+                f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens "
+                "must "
                 f"be dispatched; use {named('route_degree', W)} or leave it out"
             )
 

@@ -12,9 +12,6 @@ class OwnedParameter(nn.Parameter):
     """Whole parameter that no other rank of a group has; each rank has its own ones.
 
     The norm of a model's gradient is therefore a sum over the group, while plain parameters are equal on every rank.
-
-    Attributes:
-        owners: the group.
     """
 
     owners: RankGroup
@@ -39,31 +36,21 @@ class OwnedParameter(nn.Parameter):
 
 
 def refuse_engine(layer: str, *_: object) -> None:
-    """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else.
-
-    Raises:
-        ConfigError: always.
-    """
+    """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else."""
     raise ConfigError(
-        f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different experts; "
+        f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different "
+        "experts; "
         "give deepspeed.initialize a model of expertmesh.integrations.deepspeed.MoE that was not spread"
     )
 
 
 def check_left_alone(experts: nn.Module, *, layer: str) -> None:
-    """Raise ConfigError where a wrapper would average, or cut, what differs between the ranks that own it.
-
-    Args:
-        experts: this rank's modules, at the start of a forward.
-        layer: name for errors.
-
-    Raises:
-        ConfigError: a parameter was replaced (fully_shard) or added, or DistributedDataParallel does not ignore it.
-    """
+    """Raise ConfigError where a wrapper would average, or cut, what differs between the ranks that own it."""
     own = list(experts.parameters())
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):
         raise ConfigError(
-            f"{layer}: parameters of its experts, which differ between ranks, were added or replaced after they were spread; "
+            f"{layer}: parameters of its experts, which differ between ranks, were added or replaced after they were "
+            "spread; "
             "give the experts' parameters to fully_shard as ignored_params, and change modules before"
         )
     wrapper = DistributedDataParallel._active_ddp_module
@@ -73,6 +60,7 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
     for name, parameter in wrapper.module.named_parameters():
         if parameter in split and name not in wrapper.parameters_to_ignore:
             raise ConfigError(
-                f"{layer}: DistributedDataParallel averages {name}, which differs between ranks; name the experts' parameters"
+                f"{layer}: DistributedDataParallel averages {name}, which differs between ranks; name the experts' "
+                "parameters"
                 " in model._ddp_params_and_buffers_to_ignore before it wraps the model"
             )

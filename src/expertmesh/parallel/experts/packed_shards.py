@@ -27,26 +27,19 @@ _AXES = {**SLICED_AXIS, "w_in_scale": 2, "w_out_scale": 2}
 """Axis of each tensor that the f slices cut; one that has a single scale there is on all ranks of its experts."""
 
 
-def check_packed(
-    experts: GroupedExperts, degrees: ExpertDegrees, *, offload: bool, layer: str
-) -> None:
-    """Check that packed experts can be sharded.
-
-    Raises:
-        ConfigError: slices would part the numbers that share a scale, or tensors would rest in host memory.
-    """
+def check_packed(experts: GroupedExperts, degrees: ExpertDegrees, *, offload: bool, layer: str) -> None:
+    """Check that packed experts can be sharded."""
     _, _, F, _ = experts.shape
     unit = FORMATS[experts.format].unit(experts.weights().slices()[0])
     if degrees.f > 1 and F // degrees.f % unit:
         fits = [f for f in divisors(F) if f == 1 or F // f % unit == 0]
         raise ConfigError(
-            f"{layer}: {named('parallel.es_degree', degrees.f)} cuts {F} hidden columns of {experts.format} into {F // degrees.f},"
+            f"{layer}: {named('parallel.es_degree', degrees.f)} cuts {F} hidden columns of {experts.format} into "
+            f"{F // degrees.f},"
             f" which are no whole groups of {unit}; the degrees that fit are {', '.join(map(str, fits))}"
         )
     if offload:
-        raise ConfigError(
-            f"{layer}: offload=True with {PACKED_STAY}, which stay on the device; leave it out"
-        )
+        raise ConfigError(f"{layer}: offload=True with {PACKED_STAY}, which stay on the device; leave it out")
 
 
 class PackedGather:
@@ -55,13 +48,9 @@ class PackedGather:
     Args:
         shards: this rank's tensors by name.
         axes: axis of each tensor that is cut into f slices.
-        layout: layout of the split.
-        where: name for errors and the byte counter.
     """
 
-    def __init__(
-        self, shards: dict[str, Tensor], axes: dict[str, int], layout: Layout, *, where: str
-    ) -> None:
+    def __init__(self, shards: dict[str, Tensor], axes: dict[str, int], layout: Layout, *, where: str) -> None:
         self._axes, self._layout = axes, layout
         self._dtypes = {name: one.dtype for name, one in shards.items()}
         self._started = {
@@ -90,32 +79,20 @@ class PackedGather:
 
 
 class PackedShards(ExpertShards):
-    """Shards the tensors of packed experts, and gathers them, as they are, for a `RouteSplit`.
-
-    Args:
-        experts: their tensors are replaced by shards; on the meta device nothing is allocated.
-        world: all ranks; every one must construct it.
-        degrees: how the W ranks of one replica hold the experts.
-        layer: name for errors and the byte counter.
-        plain: see `ExpertShards`.
-        route_degree: see `RouteSplit`; adapters of experts serve no other.
-
-    Raises:
-        ConfigError: see `check_packed`.
-    """
+    """Shards the tensors of packed experts, and gathers them, as they are, for a `RouteSplit`."""
 
     casts_tokens = True
     stay = PACKED_STAY
 
     def __init__(
         self,
-        experts: GroupedExperts,
-        world: World,
-        degrees: ExpertDegrees,
+        experts: GroupedExperts,  # their tensors are replaced by shards; on the meta device nothing is allocated
+        world: World,  # all ranks; every one must construct it
+        degrees: ExpertDegrees,  # how the W ranks of one replica hold the experts
         *,
-        layer: str,
-        plain: bool = False,
-        route_degree: int | None = None,
+        layer: str,  # name for errors and the byte counter
+        plain: bool = False,  # see `ExpertShards`
+        route_degree: int | None = None,  # see `RouteSplit`; adapters of experts serve no other
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_packed(experts, degrees, offload=False, layer=layer)

@@ -41,7 +41,8 @@ class GatheredLayer(Protocol):
         """Whether kept weights exist and are up to date."""
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """Key of this layer with another layer's route degree and dtype; None: this layer cannot use that route degree."""
+        """Key of this layer with another layer's route degree and dtype; None: this layer cannot use that route
+        degree."""
 
     def versions(self) -> Any:
         """Value that changes when the parameters do."""
@@ -49,22 +50,17 @@ class GatheredLayer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LayerTurn:
-    """Turn of a layer in a forward, if its backward will gather again.
-
-    Attributes:
-        layer: the layer.
-        key: key of its gather.
-        previous: the turn before it in the same forward.
-    """
+    """Turn of a layer in a forward, if its backward will gather again."""
 
     layer: GatheredLayer
     key: GatherKey
-    previous: "LayerTurn | None"
+    previous: "LayerTurn | None"  # the turn before it in the same forward
 
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Guess, and the gather that was started for it; None: not started, because the last guess for this layer was wrong."""
+    """Guess, and the gather that was started for it; None: not started, because the last guess for this layer was
+    wrong."""
 
     layer: GatheredLayer
     key: GatherKey
@@ -92,11 +88,7 @@ class Prefetcher:
         self._task = -1
 
     def enter(self, layer: GatheredLayer, key: GatherKey) -> GatherHandle | None:
-        """Record that a layer's forward begins.
-
-        Returns:
-            The prefetched gather; None: no usable one.
-        """
+        """Record that a layer's forward begins. Returns the prefetched gather; None: no usable one."""
         if self._task != -1:  # the last backward ended with an error
             self._end_of_backward()
         if layer in self._order:  # it runs again, so a new forward has begun
@@ -138,7 +130,8 @@ class Prefetcher:
         return self._last
 
     def reach(self, visit: LayerTurn) -> None:
-        """Start the gathers of a layer that the backward has reached, and of the layer before it, unless already started."""
+        """Start the gathers of a layer that the backward has reached, and of the layer before it, unless already
+        started."""
         self._forget_ahead()
         wanted = [visit] if visit.previous is None else [visit, visit.previous]
         self._keep_only({(v.layer, v.key) for v in wanted})
@@ -150,9 +143,7 @@ class Prefetcher:
         task = torch._C._current_graph_task_id()
         if task == -1:
             return layer.fetch(key)
-        if (
-            self._task == -1
-        ):  # another number: a backward within the backward (re-entrant checkpoints)
+        if self._task == -1:  # another number: a backward within the backward (re-entrant checkpoints)
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if (layer, key) not in self._again:

@@ -26,38 +26,23 @@ Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
 
 
 class ReplicatedWeights:
-    """Weights of hot experts, under way to all ranks, and their gradients under way back.
-
-    Args:
-        names: names of the parameters.
-        activation: activation of the experts.
-        shards: local shard of each parameter, (E / e, ...).
-        hot: ids of the experts, the same on all ranks, not empty.
-        degrees: how the ranks of one replica hold the experts.
-        rank: rank of this process in its replica.
-        dtype: dtype in which the weights are sent.
-        copy: ranks of this replica.
-        everyone: all ranks.
-        deposit: delivers gradients.
-        bring: copies a shard to the compute device.
-        layer: name for errors and the byte counter.
-    """
+    """Weights of hot experts, under way to all ranks, and their gradients under way back."""
 
     def __init__(
         self,
-        names: Sequence[str],
-        activation: str,
-        shards: Sequence[Tensor],
-        hot: Sequence[int],
+        names: Sequence[str],  # names of the parameters
+        activation: str,  # activation of the experts
+        shards: Sequence[Tensor],  # local shard of each parameter, (E / e, ...)
+        hot: Sequence[int],  # ids of the experts, the same on all ranks, not empty
         *,
-        degrees: ExpertDegrees,
-        rank: int,
-        dtype: torch.dtype,
-        copy: RankGroup,
-        everyone: RankGroup,
-        deposit: Deposit,
-        bring: Callable[[Tensor], Tensor],
-        layer: str,
+        degrees: ExpertDegrees,  # how the ranks of one replica hold the experts
+        rank: int,  # rank of this process in its replica
+        dtype: torch.dtype,  # dtype in which the weights are sent
+        copy: RankGroup,  # ranks of this replica
+        everyone: RankGroup,  # all ranks
+        deposit: Deposit,  # delivers gradients
+        bring: Callable[[Tensor], Tensor],  # copies a shard to the compute device
+        layer: str,  # name for errors and the byte counter
     ) -> None:
         self.names, self.hot, self.layer = names, tuple(hot), layer
         self._shards, self._degrees, self._everyone = shards, degrees, everyone
@@ -112,7 +97,8 @@ class ReplicatedWeights:
         return WeightGradients.of_names(found)
 
     def open(self) -> None:
-        """Allocate and zero the gradient buffers; they may exist already, after a backward that did not ask for them."""
+        """Allocate and zero the gradient buffers; they may exist already, after a backward that did not ask for
+        them."""
         flat = self._gradients
         if flat is not None:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
@@ -184,9 +170,7 @@ class _Arrive(torch.autograd.Function):
     """Autograd node from the token to the replicated weights; its backward starts to sum their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, use: ReplicatedWeights, counts: list[int], *whole: Tensor
-    ) -> Any:
+    def forward(ctx: Any, token: Tensor, use: ReplicatedWeights, counts: list[int], *whole: Tensor) -> Any:
         ctx.use, ctx.counts, ctx.token = use, counts, token.detach()
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in whole)
@@ -199,23 +183,13 @@ class _Arrive(torch.autograd.Function):
 
 
 class LocalTokens:
-    """Tokens whose hot experts come to them.
-
-    Args:
-        tokens: tokens of this rank, with global expert ids; choices of other experts are skipped.
-        weights: weights of the hot experts.
-        num_experts: E.
-    """
+    """Tokens whose hot experts come to them."""
 
     def __init__(self, tokens: Dispatched, weights: ReplicatedWeights, num_experts: int) -> None:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
 
     def finish(self, experts: Experts) -> Tensor:
-        """Run the hot experts; returns (T, D), one partial sum per token.
-
-        Raises:
-            CollectiveError: a rank is gone or late.
-        """
+        """Run the hot experts; returns (T, D), one partial sum per token."""
         parameters, ids_TK = self._weights.parameters(), self._tokens.expert_ids_TK
         hot = self._weights.hot
         places = [hot.index(e) if e in hot else len(hot) for e in range(self._num_experts + 1)]

@@ -17,15 +17,10 @@ from expertmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class RouteSplit:
-    """Split of the storage ranks; the same on all ranks.
+    """Split of the storage ranks; the same on all ranks."""
 
-    Attributes:
-        storage: how the ranks hold the experts.
-        route_degree: ranks that a token may travel over.
-    """
-
-    storage: ExpertDegrees
-    route_degree: int
+    storage: ExpertDegrees  # how the ranks hold the experts
+    route_degree: int  # ranks that a token may travel over
 
     @cached_property
     def gather_f(self) -> int:
@@ -73,15 +68,7 @@ class RouteSplit:
 
 
 def make_split(storage: ExpertDegrees, route_degree: int | None) -> RouteSplit:
-    """Split for a route_degree.
-
-    Args:
-        storage: how the ranks hold the experts.
-        route_degree: a divisor of the storage's ranks; None: all of them.
-
-    Raises:
-        ConfigError: route_degree is not a divisor; the message names the nearest.
-    """
+    """Split for a route_degree."""
     W = storage.num_ranks
     if route_degree is None:
         return RouteSplit(storage, W)

@@ -74,7 +74,6 @@ class ExpertShards(ABC):
     Args:
         world: all ranks; every one must construct it.
         degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
-        layer: name for errors and the byte counter.
         plain: parameters stay the objects that they are, with this rank's experts as plain tensors, and gradients are
             not summed over replicas: for an engine that has the parameters and sums their gradients itself.
     """
@@ -84,9 +83,7 @@ class ExpertShards(ABC):
     stay = ""
     """Reason why expert weights cannot be gathered; empty: they can."""
 
-    def __init__(
-        self, world: World, degrees: ExpertDegrees, *, layer: str, plain: bool = False
-    ) -> None:
+    def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str, plain: bool = False) -> None:
         self.world, self.degrees, self.layer, self.plain = world, degrees, layer, plain
         W = degrees.num_ranks
         self.rank = world.position % W
@@ -99,11 +96,10 @@ class ExpertShards(ABC):
         self._layouts: dict[RouteSplit, Layout] = {}
 
     def group(self, cells: list[list[int]], name: str) -> RankGroup:
-        """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must call."""
+        """Process group of this rank in a partition of the ranks of a replica, applied to all replicas; every rank must
+        call."""
         W = self.degrees.num_ranks
-        all_cells = [
-            [W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells
-        ]
+        all_cells = [[W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells]
         return self.world.group(all_cells, name=name)
 
     def layout(self, split: RouteSplit) -> Layout:
@@ -118,10 +114,7 @@ class ExpertShards(ABC):
         block_e, block_f = split.block(self.rank)
         first_e, first_f = block_e * split.gather_e, block_f * split.gather_f
         order = tuple(
-            tuple(
-                members.index(self.degrees.rank_of(first_e + i, first_f + j))
-                for i in range(split.gather_e)
-            )
+            tuple(members.index(self.degrees.rank_of(first_e + i, first_f + j)) for i in range(split.gather_e))
             for j in range(split.gather_f)
         )
         group = self.group(cells, "the ranks that share weights")
@@ -136,18 +129,12 @@ class ExpertShards(ABC):
         """Start to gather the weights that this rank computes with under a split; None: nothing to gather.
 
         Args:
-            split: the same on all ranks.
             dtype: dtype of the gathered weights; None: the parameters' own.
         """
 
     @abstractmethod
     def finish_gather(self, use: Any, *, num_calls: int = 1) -> ExpertParameters:
-        """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable.
-
-        Args:
-            use: handle from `start_gather`.
-            num_calls: number of calls of the experts with these weights.
-        """
+        """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable."""
 
     @abstractmethod
     def replicate(self, hot: Sequence[int], dtype: torch.dtype | None) -> ReplicatedWeights:
@@ -159,23 +146,13 @@ ADAPTERS_STAY = "low-rank adapters"
 
 
 def check_shards(
-    experts: GroupedExperts,
-    degrees: ExpertDegrees,
+    experts: GroupedExperts,  # experts with their full parameters
+    degrees: ExpertDegrees,  # see `ExpertStorage`
     *,
-    offload: bool,
-    layer: str,
+    offload: bool,  # whether shards rest in host memory
+    layer: str,  # name for errors
 ) -> None:
-    """Check that the parameters of grouped experts can be sharded, before any is.
-
-    Args:
-        experts: experts with their full parameters.
-        degrees: see `ExpertStorage`.
-        offload: whether shards rest in host memory.
-        layer: name for errors.
-
-    Raises:
-        ConfigError: a parameter cannot be cut evenly, or the options do not support low-rank adapters.
-    """
+    """Check that the parameters of grouped experts can be sharded, before any is."""
     for name, axis in SLICED_AXIS.items():
         full = getattr(experts, name)
         for cut, parts in ((0, degrees.e), (axis, degrees.f)):
@@ -197,20 +174,11 @@ class ExpertStorage(ExpertShards):
 
     Args:
         experts: their full parameters are replaced by shards; on the meta device nothing is allocated.
-        world: all ranks; every one must construct the storage.
-        degrees: how the W ranks of one replica hold the experts; there are world.size / W replicas.
         keep: lifetime of gathered weights. "until_step": until a parameter changes, so that all micro-batches of a step
             share one gather (requires `follow`); "until_backward": until the backward of the forward that gathered
             them; "regather": until the experts have run, with a second gather in the backward.
-        layer: name for errors and the byte counter.
-        prefetcher: prefetcher of the model, for gathers one layer ahead; None: no prefetch.
         device: compute device if shards, gradients and optimizer state rest in host memory; None: they rest on the
             parameters' device.
-        plain: see `ExpertShards`.
-        route_degree: see `RouteSplit`; adapters of experts serve no other.
-
-    Raises:
-        ConfigError: a parameter cannot be cut evenly.
     """
 
     casts_tokens = True
@@ -218,15 +186,15 @@ class ExpertStorage(ExpertShards):
     def __init__(
         self,
         experts: GroupedExperts,
-        world: World,
-        degrees: ExpertDegrees,
+        world: World,  # all ranks; every one must construct the storage
+        degrees: ExpertDegrees,  # how the W ranks of one replica hold the experts; there are world.size / W replicas
         *,
         keep: Keep = "until_backward",
-        layer: str = "experts",
-        prefetcher: Prefetcher | None = None,
+        layer: str = "experts",  # name for errors and the byte counter
+        prefetcher: Prefetcher | None = None,  # prefetcher of the model, for gathers one layer ahead; None: no prefetch
         device: torch.device | None = None,
-        plain: bool = False,
-        route_degree: int | None = None,
+        plain: bool = False,  # see `ExpertShards`
+        route_degree: int | None = None,  # see `RouteSplit`; adapters of experts serve no other
     ) -> None:
         super().__init__(world, degrees, layer=layer, plain=plain)
         check_shards(
@@ -290,7 +258,6 @@ class ExpertStorage(ExpertShards):
         """Start to gather the weights that this rank computes with under a split.
 
         Args:
-            split: the same on all ranks.
             dtype: dtype of the gathered weights (autocast's); None: the parameters' own.
         """
         dtype = dtype or self.shards()[0].dtype
@@ -330,19 +297,16 @@ class ExpertStorage(ExpertShards):
             degrees=self.degrees,
             rank=self.rank,
             dtype=dtype or shards[0].dtype,
-            copy=self.group(
-                [list(range(self.degrees.num_ranks))], "the ranks that hold the experts"
-            ),
+            copy=self.group([list(range(self.degrees.num_ranks))], "the ranks that hold the experts"),
             everyone=self.world.all_ranks(),
-            deposit=lambda name, grad, shard: hand_over(
-                name, grad, shard, main=self.experts.main_grads, host=host
-            ),
+            deposit=lambda name, grad, shard: hand_over(name, grad, shard, main=self.experts.main_grads, host=host),
             bring=lambda s: s if host is None else s.to(host.device, non_blocking=True),
             layer=self.layer,
         )
 
     def _pin(self) -> None:
-        """Pin shards that were allocated after construction: copies from unpinned memory do not overlap with computation."""
+        """Pin shards that were allocated after construction: copies from unpinned memory do not overlap with
+        computation."""
         if self.host is None or self._is_pinned:
             return
         for name in self.names:
@@ -355,7 +319,8 @@ class ExpertStorage(ExpertShards):
         return self._kept_weights(key) is not None
 
     def similar_key(self, key: GatherKey) -> GatherKey | None:
-        """Key with another layer's route degree and dtype; None: that route degree does not divide this layer's ranks."""
+        """Key with another layer's route degree and dtype; None: that route degree does not divide this layer's
+        ranks."""
         split, dtype = key
         if self.degrees.num_ranks % split.route_degree:
             return None

@@ -11,10 +11,6 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Tensor of nested numbers on a device.
 
     `torch.tensor(values, device="cuda")` would block the host until the GPU's stream is empty.
-
-    Args:
-        values: numbers, or nested sequences of them.
-        device: device of the tensor.
     """
     if device.type != "cuda":
         return torch.tensor(values, device=device)

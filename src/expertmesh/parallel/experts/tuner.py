@@ -22,7 +22,8 @@ CLOSE = 1.15
 TIE = 1.03
 """Among options within this factor of the fastest time, the simplest is settled on."""
 PATIENCE = 64
-"""Calls without a report after which open trials count as lost (forwards without a backward); the limit then doubles."""
+"""Calls without a report after which open trials count as lost (forwards without a backward); the limit then
+doubles."""
 HOPELESS = 5.0
 """Options for which the cost model predicts more than this times the fastest time are not measured."""
 HOT = 1.5
@@ -31,26 +32,16 @@ HOT = 1.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """Class of similar loads.
+    """Class of similar loads."""
 
-    Attributes:
-        trains: whether there is a backward.
-        top_k: K.
-        tokens: tokens of a rank, in half octaves.
-        fullness: rows of the fullest rank / mean, in half octaves.
-        capacity_factor: capacity factor of the calls; None: dropless.
-    """
-
-    trains: bool
+    trains: bool  # whether there is a backward
     top_k: int
-    tokens: int
-    fullness: int
-    capacity_factor: float | None = None
+    tokens: int  # tokens of a rank, in half octaves
+    fullness: int  # rows of the fullest rank / mean, in half octaves
+    capacity_factor: float | None = None  # capacity factor of the calls; None: dropless
 
     @staticmethod
-    def of(
-        load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None
-    ) -> "Bucket":
+    def of(load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None) -> "Bucket":
         """Bucket of a load on the ranks that hold the experts."""
         E = len(load.shares)
         blocks = load.block_shares(num_ranks) if E % num_ranks == 0 else list(load.shares)
@@ -77,23 +68,14 @@ def _half_octaves(value: float) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """Dispatch options that a layer may choose from.
+    """Dispatch options that a layer may choose from."""
 
-    Attributes:
-        routes: route shape of each allowed route_degree.
-        overlap_degrees: allowed numbers of parts.
-        kinds: allowed all-to-alls, "flat" before "hierarchical".
-        replicated: allowed numbers of replicated experts.
-        usual: default options.
-        budget_bytes: memory that options may need beside the shards.
-    """
-
-    routes: Mapping[int, RouteShape]
-    overlap_degrees: Sequence[int]
-    kinds: Sequence[AllToAll]
-    replicated: Sequence[int]
-    usual: DispatchOptions
-    budget_bytes: float
+    routes: Mapping[int, RouteShape]  # route shape of each allowed route_degree
+    overlap_degrees: Sequence[int]  # allowed numbers of parts
+    kinds: Sequence[AllToAll]  # allowed all-to-alls, "flat" before "hierarchical"
+    replicated: Sequence[int]  # allowed numbers of replicated experts
+    usual: DispatchOptions  # default options
+    budget_bytes: float  # memory that options may need beside the shards
 
     def ways(self, load: TokenLoad) -> list[DispatchOptions]:
         """All options that differ in effect under a load."""
@@ -112,15 +94,15 @@ class Choices:
             ]
         return found
 
-    def allow(self, way: DispatchOptions) -> bool:
+    def allow(self, dispatch: DispatchOptions) -> bool:
         """Whether options found elsewhere are among `ways` for some load."""
-        route = self.routes.get(way.route_degree or 1)
+        route = self.routes.get(dispatch.route_degree or 1)
         if route is None or route.route_degree == 1:
-            return route is not None and way == DispatchOptions(1, 1, "flat", 0)
+            return route is not None and dispatch == DispatchOptions(1, 1, "flat", 0)
         return (
-            way.overlap_degree in self.overlap_degrees
-            and way.all_to_all in self._kinds(route)
-            and way.replicated_experts in self.replicated
+            dispatch.overlap_degree in self.overlap_degrees
+            and dispatch.all_to_all in self._kinds(route)
+            and dispatch.replicated_experts in self.replicated
         )
 
     def _kinds(self, route: RouteShape) -> Sequence[AllToAll]:
@@ -129,17 +111,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Effort:
-    """Measuring budget of a bucket.
+    """Measuring budget of a bucket."""
 
-    Attributes:
-        num_starts: number of candidates from the cost model.
-        num_ways: maximum number of candidates, including those found near the fastest.
-        num_trials: counted trials per candidate, after a first one in which groups connect; close candidates get twice
-            as many.
-    """
-
-    num_starts: int = 6
-    num_ways: int = 14
+    num_starts: int = 6  # number of candidates from the cost model
+    num_ways: int = 14  # maximum number of candidates, including those found near the fastest
+    # counted trials per candidate, after a first one in which groups connect; close candidates get twice as many
     num_trials: int = 3
 
 
@@ -149,36 +125,30 @@ class ModelSearch:
 
     Candidates fit in memory and are not `HOPELESS`; the default options may be. If none fits, the default options are
     the only candidate.
-
-    Attributes:
-        choices: allowed options.
-        layer: shape of a layer in training.
-        machine: speeds of the machine.
     """
 
-    choices: Choices
-    layer: LayerShape
-    machine: Machine
+    choices: Choices  # allowed options
+    layer: LayerShape  # shape of a layer in training
+    machine: Machine  # speeds of the machine
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[DispatchOptions]:
         """First candidates, sorted by predicted time: at most `number`, at least one; each route_degree is covered
-        first, then each all-to-all and number of replicated experts.
-        """
+        first, then each all-to-all and number of replicated experts."""
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
         routes: dict[int | None, DispatchOptions] = {}
         kinds: dict[tuple[object, ...], DispatchOptions] = {}
-        for way in ranked:
-            routes.setdefault(way.route_degree, way)
-            kinds.setdefault((way.route_degree, way.all_to_all, way.replicated_experts), way)
-        usual = [way for way in self._fitting(load, trains) if way == self.choices.usual]
+        for dispatch in ranked:
+            routes.setdefault(dispatch.route_degree, dispatch)
+            kinds.setdefault((dispatch.route_degree, dispatch.all_to_all, dispatch.replicated_experts), dispatch)
+        usual = [dispatch for dispatch in self._fitting(load, trains) if dispatch == self.choices.usual]
         wanted = dict.fromkeys([ranked[0], *routes.values(), *usual, *kinds.values(), *ranked])
-        return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
+        return sorted(list(wanted)[:number], key=lambda dispatch: self._seconds(dispatch, load, trains))
 
-    def near(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
+    def near(self, dispatch: DispatchOptions, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
         """Candidates one step away in number of parts, all-to-all or replicated experts, sorted by predicted time."""
-        return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
+        return [other for other in self._ranked(load, trains) if self._is_near(dispatch, other)]
 
     def _is_near(self, one: DispatchOptions, other: DispatchOptions) -> bool:
         if one == other or one.route_degree != other.route_degree:
@@ -197,18 +167,18 @@ class ModelSearch:
         return sorted((w for w in seconds if seconds[w] <= limit), key=seconds.__getitem__)
 
     def _fitting(self, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
-        return [way for way in self.choices.ways(load) if self.fits(way, load, trains)]
+        return [dispatch for dispatch in self.choices.ways(load) if self.fits(dispatch, load, trains)]
 
-    def _seconds(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> float:
-        return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
+    def _seconds(self, dispatch: DispatchOptions, load: TokenLoad, trains: bool) -> float:
+        return step_time(dispatch, self._route(dispatch), self._layer(trains), load, self.machine).total_s
 
-    def fits(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> bool:
+    def fits(self, dispatch: DispatchOptions, load: TokenLoad, trains: bool) -> bool:
         """Whether the memory of the options is within the budget."""
-        needed = extra_bytes(way, self._route(way), self._layer(trains), load)
+        needed = extra_bytes(dispatch, self._route(dispatch), self._layer(trains), load)
         return needed <= self.choices.budget_bytes
 
-    def _route(self, way: DispatchOptions) -> RouteShape:
-        return self.choices.routes[way.route_degree or 1]
+    def _route(self, dispatch: DispatchOptions) -> RouteShape:
+        return self.choices.routes[dispatch.route_degree or 1]
 
     def _layer(self, trains: bool) -> LayerShape:
         return self.layer if trains else replace(self.layer, trains=False, num_gathers=1)
@@ -238,90 +208,78 @@ class _Bucket:
         """Candidate with the least median time; before any trial, the first candidate."""
         return min(self._left(), key=self._median)
 
-    def report(self, way: DispatchOptions, seconds: float) -> None:
+    def report(self, dispatch: DispatchOptions, seconds: float) -> None:
         """Record the time of a trial, and extend the candidates or settle."""
-        self.times[way].append(seconds)
+        self.times[dispatch].append(seconds)
         self._calls_without_news, self._patience = 0, PATIENCE
         left = self._left()
-        if all(len(self.times[way]) >= self._wanted[way] for way in left):
+        if all(len(self.times[dispatch]) >= self._wanted[dispatch] for dispatch in left):
             self._go_on(left)
 
     def _go_on(self, left: list[DispatchOptions]) -> None:
         best, most = self.best, 1 + 2 * self._effort.num_trials
         room = self._effort.num_ways - len(self.times)
-        new = [way for way in self._near(best) if way not in self.times][:room]
-        close = [way for way in left if self._median(way) <= CLOSE * self._median(best)]
+        new = [dispatch for dispatch in self._near(best) if dispatch not in self.times][:room]
+        close = [dispatch for dispatch in left if self._median(dispatch) <= CLOSE * self._median(best)]
         if new:
             self._add(new)
-        elif len(close) > 1 and any(self._wanted[way] < most for way in close):
+        elif len(close) > 1 and any(self._wanted[dispatch] < most for dispatch in close):
             self._wanted |= dict.fromkeys(close, most)
         else:
-            ties = [way for way in close if self._median(way) <= TIE * self._median(best)]
-            self.settled = min(ties, key=lambda way: (*_simplicity(way), self._median(way)))
+            ties = [dispatch for dispatch in close if self._median(dispatch) <= TIE * self._median(best)]
+            self.settled = min(ties, key=lambda dispatch: (*_simplicity(dispatch), self._median(dispatch)))
 
     def _add(self, ways: list[DispatchOptions]) -> None:
-        self.times |= {way: [] for way in ways}
+        self.times |= {dispatch: [] for dispatch in ways}
         self._issued |= dict.fromkeys(ways, 0)
         self._wanted |= dict.fromkeys(ways, 1 + self._effort.num_trials)
 
-    def _median(self, way: DispatchOptions) -> float:
-        return median(self.times[way][1:] or [float("inf")])
+    def _median(self, dispatch: DispatchOptions) -> float:
+        return median(self.times[dispatch][1:] or [float("inf")])
 
     def _left(self) -> list[DispatchOptions]:
         """Candidates that no measurement has excluded as too slow."""
-        seen = {way: min(times[1:]) for way, times in self.times.items() if len(times) > 1}
+        seen = {dispatch: min(times[1:]) for dispatch, times in self.times.items() if len(times) > 1}
         limit = TOO_SLOW * min(seen.values(), default=0.0)
-        return [way for way in self.times if seen.get(way, 0.0) <= limit]
+        return [dispatch for dispatch in self.times if seen.get(dispatch, 0.0) <= limit]
 
     def next_trial(self) -> DispatchOptions | None:
         """Next candidate to measure, round-robin; None: all trials are under way."""
         self._calls_without_news += 1
         if self._calls_without_news > self._patience:
             self._calls_without_news, self._patience = 0, 2 * self._patience
-            self._issued = {way: len(times) for way, times in self.times.items()}
-        open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
+            self._issued = {dispatch: len(times) for dispatch, times in self.times.items()}
+        open_ = [dispatch for dispatch in self._left() if self._issued[dispatch] < self._wanted[dispatch]]
         if not open_:
             return None
-        way = min(open_, key=self._issued.__getitem__)
-        self._issued[way] += 1
-        return way
+        dispatch = min(open_, key=self._issued.__getitem__)
+        self._issued[dispatch] += 1
+        return dispatch
 
 
-def _simplicity(way: DispatchOptions) -> tuple[object, ...]:
+def _simplicity(dispatch: DispatchOptions) -> tuple[object, ...]:
     """Sort key: fewer parts, fewer replicated experts and flat first."""
-    return way.overlap_degree, way.replicated_experts, way.all_to_all != "flat"
+    return dispatch.overlap_degree, dispatch.replicated_experts, dispatch.all_to_all != "flat"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Call whose time is measured.
+    """Call whose time is measured."""
 
-    Attributes:
-        bucket: key of its bucket.
-        way: its dispatch options.
-    """
-
-    bucket: str
-    way: DispatchOptions
+    bucket: str  # key of its bucket
+    dispatch: DispatchOptions
 
 
 class Tuner:
-    """Chooses dispatch options for all layers of one shape.
-
-    Args:
-        search: names candidates.
-        known: settled options by bucket.
-        on_settled: called with all settled options when a bucket is settled.
-        effort: measuring budget of a bucket.
-    """
+    """Chooses dispatch options for all layers of one shape."""
 
     def __init__(
         self,
-        search: ModelSearch,
+        search: ModelSearch,  # names candidates
         *,
-        known: Mapping[str, DispatchOptions] | None = None,
+        known: Mapping[str, DispatchOptions] | None = None,  # settled options by bucket
         on_settled: Callable[[Mapping[str, DispatchOptions]], None] | None = None,
-        effort: Effort | None = None,
+        effort: Effort | None = None,  # measuring budget of a bucket
     ) -> None:
         self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
         self.settled: dict[str, DispatchOptions] = dict(known or {})
@@ -343,18 +301,18 @@ class Tuner:
         if key in self.settled:
             return self.settled[key], None
         trials = self._buckets[key]
-        way = trials.next_trial()
-        return (trials.best, None) if way is None else (way, Trial(key, way))
+        dispatch = trials.next_trial()
+        return (trials.best, None) if dispatch is None else (dispatch, Trial(key, dispatch))
 
     def report(self, trial: Trial, seconds: float) -> None:
         """Record the time of a trial, over all ranks."""
         if trial.bucket in self._buckets and trial.bucket not in self.settled:
-            self._buckets[trial.bucket].report(trial.way, seconds)
+            self._buckets[trial.bucket].report(trial.dispatch, seconds)
             self._settle(trial.bucket)
 
     def _settle(self, key: str) -> None:
-        way = self._buckets[key].settled
-        if way is not None:
-            self.settled[key] = way
+        dispatch = self._buckets[key].settled
+        if dispatch is not None:
+            self.settled[key] = dispatch
             if self._on_settled is not None:
                 self._on_settled(self.settled)

@@ -1,4 +1,5 @@
-"""Tuning results on disk: measured links of a topology, and the dispatch plans found on it. Unreadable files are ignored."""
+"""Tuning results on disk: measured links of a topology, and the dispatch plans found on it. Unreadable files are
+ignored."""
 
 import hashlib
 import json
@@ -19,15 +20,10 @@ _log = logging.getLogger("expertmesh.parallel.experts.tuner")
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks and nodes that a measurement is valid for.
+    """Ranks and nodes that a measurement is valid for."""
 
-    Attributes:
-        device: device type of the tensors, with the device's name.
-        ranks_per_node: number of ranks of each node, in the order of the nodes.
-    """
-
-    device: str
-    ranks_per_node: tuple[int, ...]
+    device: str  # device type of the tensors, with the device's name
+    ranks_per_node: tuple[int, ...]  # number of ranks of each node, in the order of the nodes
 
     @staticmethod
     def of(device: str, nodes: Sequence[int]) -> "Topology":
@@ -68,11 +64,7 @@ def load_network(path: Path) -> Network | None:
 
 
 def network_of(values: Mapping[str, Any]) -> Network:
-    """Links from their JSON.
-
-    Raises:
-        ValueError: a latency or bandwidth is not above 0.
-    """
+    """Links from their JSON."""
     links = [Link(**values[name]) for name in ("inside", "across")]
     if not all(v > 0 for link in links for v in asdict(link).values()):
         raise ValueError("a latency or bandwidth is not above 0")
@@ -81,16 +73,12 @@ def network_of(values: Mapping[str, Any]) -> Network:
 
 def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> None:
     """Write settled plans by bucket."""
-    _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
+    _write(path, {"model": model, "plans": {key: asdict(dispatch) for key, dispatch in plans.items()}})
 
 
 def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
-    """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do nothing.
-
-    Args:
-        path: path from `plans_path`.
-        model: see `plans_path`.
-    """
+    """Callback that writes plans whenever a new one is settled; a write error is logged once, and later calls do
+    nothing."""
     can_write = True
 
     def keep(plans: Mapping[str, DispatchOptions]) -> None:
@@ -113,7 +101,7 @@ def load_plans(path: Path, model: str) -> dict[str, DispatchOptions]:
             return {}
         if values["model"] != model:
             raise ValueError("it is of another model")
-        return {key: _checked(DispatchOptions(**way)) for key, way in values["plans"].items()}
+        return {key: _checked(DispatchOptions(**dispatch)) for key, dispatch in values["plans"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         _ignored(path, error)
         return {}
@@ -132,13 +120,13 @@ def known() -> list[tuple[Path, Network | None, dict[str, DispatchOptions]]]:
     return [*links, *plans]
 
 
-def _checked(way: DispatchOptions) -> DispatchOptions:
+def _checked(dispatch: DispatchOptions) -> DispatchOptions:
     least = {"route_degree": 1, "overlap_degree": 1, "replicated_experts": 0}
-    if way.all_to_all not in ("flat", "hierarchical") or not all(
-        type(n := getattr(way, name)) is int and n >= smallest for name, smallest in least.items()
+    if dispatch.all_to_all not in ("flat", "hierarchical") or not all(
+        type(n := getattr(dispatch, name)) is int and n >= smallest for name, smallest in least.items()
     ):
         raise ValueError("a plan is not whole")
-    return way
+    return dispatch
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

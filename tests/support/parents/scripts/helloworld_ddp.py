@@ -16,9 +16,7 @@ model = torch.nn.Sequential(
         seeds=(1, env.global_rank + 1, 1),
     )
 )
-model._ddp_params_and_buffers_to_ignore = [
-    name for name, p in model.named_parameters() if hasattr(p, "skip_allreduce")
-]
+model._ddp_params_and_buffers_to_ignore = [name for name, p in model.named_parameters() if hasattr(p, "skip_allreduce")]
 if torch.distributed.is_initialized():
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

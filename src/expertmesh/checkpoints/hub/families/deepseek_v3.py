@@ -1,4 +1,5 @@
-"""DeepSeek-V3, Kimi-K2 and Moonlight: latent attention, sigmoid scores with a balancing bias, groups by their two best experts."""
+"""DeepSeek-V3, Kimi-K2 and Moonlight: latent attention, sigmoid scores with a balancing bias, groups by their two best
+experts."""
 
 from typing import Any
 
@@ -38,6 +39,5 @@ DEEPSEEK_V3 = HubFamily(
         "moe_intermediate_size": 2048,
     },
     nulls=("q_lora_rank",),
-    refused=parts.LATENT_REFUSED
-    | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
+    refused=parts.LATENT_REFUSED | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
 )

@@ -42,7 +42,8 @@ def _write(c: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(one: Parameter, names: tuple[str, ...]) -> Iterator[Piece]:
-    """Pieces of experts that are one tensor in the files: inputs before outputs, gate and up rows alternating, `_bias` behind the name."""
+    """Pieces of experts that are one tensor in the files: inputs before outputs, gate and up rows alternating, `_bias`
+    behind the name."""
     module, _, kind = names[0].replace("{expert}.", "").rpartition(".")
     theirs = module.replace("gate_proj", "gate_up_proj") + ("_bias" if kind == "bias" else "")
     E, *sizes = one.shape

@@ -18,7 +18,8 @@ def _read(v: Values) -> dict[str, Any]:
 
 
 def _windows(v: Values) -> dict[str, Any]:
-    """Windows without `layer_types`: transformers 5 gives them to the even layers among the first `max_window_layers`."""
+    """Windows without `layer_types`: transformers 5 gives them to the even layers among the first
+    `max_window_layers`."""
     layers, first = v["num_hidden_layers"], v["max_window_layers"]
     kinds = v.get("layer_types") or []
     if not v.get("use_sliding_window"):
@@ -48,9 +49,7 @@ QWEN2_MOE = HubFamily(
     fits={
         **dict.fromkeys(("qkv_bias", "sliding_window", "full_attention_every"), anything),
         **dict.fromkeys(("first_dense_layers", "moe_every", "moe.shared_hidden_dim"), anything),
-        "moe.num_shared_experts": lambda c: bool(
-            c.moe.num_shared_experts or c.moe.shared_hidden_dim
-        ),
+        "moe.num_shared_experts": lambda c: bool(c.moe.num_shared_experts or c.moe.shared_hidden_dim),
         "moe.shared_gate": (True,),
     },
     defaults=parts.QWEN

@@ -21,11 +21,7 @@ State = dict[str, Any]
 
 
 def called(function: Callable[..., None], arguments: list[str] | None) -> None:
-    """Call a function with the words of a command, --name value or --name=value, one for each parameter.
-
-    Raises:
-        ConfigError: a word is unknown, a value is missing, or a number is none.
-    """
+    """Call a function with the words of a command, --name value or --name=value, one for each parameter."""
     words = [
         part
         for word in (sys.argv[1:] if arguments is None else arguments)
@@ -53,11 +49,7 @@ _COUNT = "_num_global_experts"
 
 
 def read(path: str, namespace: str = "") -> tuple[Any, State]:
-    """The contents of a file, and the state dict in it under names joined by "/".
-
-    Raises:
-        ConfigError: the file is not there, holds other things than tensors and plain values, or has no such name.
-    """
+    """The contents of a file, and the state dict in it under names joined by "/"."""
     if not Path(path).is_file():
         raise ConfigError(f"{path}: is no file; give the pattern that the ranks wrote to")
     whole = state = load_torch_file(path)
@@ -82,9 +74,6 @@ def join(states: Sequence[State], default_num_global_experts: int = 0) -> State:
     Args:
         states: the state dicts, in the order of the ranks; shared tensors are taken of the last.
         default_num_global_experts: number of experts for files without `_num_global_experts`.
-
-    Raises:
-        ConfigError: there is no layer with experts, or the experts do not divide the ranks, nor the ranks them.
 
     Example:
         >>> one = {"moe._num_global_experts": torch.tensor(2), "moe.experts.w": torch.zeros(1, 3)}
@@ -112,11 +101,7 @@ def join(states: Sequence[State], default_num_global_experts: int = 0) -> State:
 
 
 def part(state: State, size: int) -> list[State]:
-    """State dicts of so many ranks, from one of all experts.
-
-    Raises:
-        ConfigError: there is no layer with experts, or a tensor cannot be parted.
-    """
+    """State dicts of so many ranks, from one of all experts."""
     counts = _counts(state)
     if not counts:
         raise ConfigError(
