@@ -1,4 +1,4 @@
-"""What two special ways on CPUs are worth in a training step: attention by batched products, and FP32 products by oneDNN.
+"""What two special ways on CPUs are worth in a training step: attention in blocks, and FP32 products by oneDNN.
 
     python -m benchmarks.claims.cpu_ways                                # the demo, BF16 and FP32, attention
     python -m benchmarks.claims.cpu_ways --recipe translate-multi30k    # with masks; needs the recipe's data
@@ -16,7 +16,7 @@ from benchmarks.clock import Entry, Stopwatch, interleaved
 from benchmarks.harness import circumstances
 
 from expertmesh.models.registry import find_family
-from expertmesh.ops.attention import masked, short
+from expertmesh.ops.attention import dense
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.models.gpt.recipes import RECIPES as GPTS
 from expertmesh_families.seq2seq.recipes import RECIPES as TRANSLATIONS
@@ -25,18 +25,16 @@ from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.step import training_step
 
 RECIPES = {**GPTS, **TRANSLATIONS}
-SERVES = {module: module.serves for module in (short, masked)}
 
 
 @contextmanager
 def fused_attention():
-    for module in SERVES:
-        module.serves = lambda *_: False
+    chooses = dense.is_faster_in_blocks
+    dense.is_faster_in_blocks = lambda *_: False
     try:
         yield
     finally:
-        for module, serves in SERVES.items():
-            module.serves = serves
+        dense.is_faster_in_blocks = chooses
 
 
 def other_library() -> AbstractContextManager[None]:

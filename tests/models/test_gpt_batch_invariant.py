@@ -13,8 +13,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.attention.fixed_blocks import attention
 from expertmesh.ops.attention.visible import Visible
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS
 
 VOCAB, LONGEST = 43, 150
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -137,7 +137,7 @@ def test_training_is_the_default_mode() -> None:
 def test_a_query_that_may_look_nowhere_gets_zeros() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
     mask = torch.tensor([[False] * 3, [True, False, False], [True] * 3])[None, None]
-    y = attention(q, k, k, Visible(3, mask=mask))
+    y = BATCH_INVARIANT_OPS.attention(q, k, k, Visible(3, mask=mask))
     assert not y[:, :, 0].any()
     assert torch.equal(y[:, :, 1], k[:, :, 0].expand(1, 2, 4))
 

@@ -16,7 +16,8 @@ from tests.support.memory import peak_bytes
 from expertmesh.engine.kv_cache import PagedCache, PagedContext
 from expertmesh.models.attention import DenseContext
 from expertmesh.ops import native_linear
-from expertmesh.ops.attention import paged_native, query_blocks
+from expertmesh.ops.attention import blocks as in_blocks
+from expertmesh.ops.attention import paged_native
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible
@@ -210,7 +211,7 @@ def called(S, L, rule, kind, B):
 def test_blocks_give_what_all_scores_at_once_give(case, scores, threshold):
     """In FP64, forward and backward: blocks of some queries of one key head, of more heads, and one for all."""
     B, S, L, rule, kind = case
-    threshold(query_blocks, "BLOCK_SCORES", scores)
+    threshold(in_blocks, "BLOCK_SCORES", scores)
     operands, seen = called(S, L, rule, kind, B)
     q, k, v, sinks = operands
     mask = as_mask(in_window(seen, rule, num_keys=L, device=q.device), num_keys=L, device=q.device)
@@ -219,19 +220,19 @@ def test_blocks_give_what_all_scores_at_once_give(case, scores, threshold):
     s = torch.cat((s.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(B, H, S, 1)), 3)
     plain = s.softmax(3)[..., :L] @ v.repeat_interleave(H // h, 1)
     grad = torch.randn_like(plain)
-    y = query_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
+    y = in_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
     assert_close_fp64(y, plain, what="y")
     found, expected = (torch.autograd.grad(one, operands, grad) for one in (y, plain))
     for name, *pair in zip("qkvs", found, expected, strict=True):
         assert_close_fp64(*pair, what=name)
     with torch.no_grad():
-        again = query_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
+        again = in_blocks.attention(q, k, v, seen, replace(rule, sinks_H=sinks))
     assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_blocks_are_as_exact_as_plain_ones(dtype, threshold):
-    threshold(query_blocks, "BLOCK_SCORES", 20_000)
+    threshold(in_blocks, "BLOCK_SCORES", 20_000)
     S, L = 100, 150
     draws = []
     for seed in range(32):  # of six sinks each
@@ -253,17 +254,17 @@ def test_gradients_of_blocks_are_as_exact_as_plain_ones(dtype, threshold):
 
 def test_memory_is_that_of_a_block_of_scores(threshold):
     """Forward and backward, 2,048 queries and keys: all scores of six heads would be 100 MB in FP32."""
-    threshold(query_blocks, "BLOCK_SCORES", 1 << 16)
+    threshold(in_blocks, "BLOCK_SCORES", 1 << 16)
     S = 2048
     q, k, v = (torch.randn(1, n, S, d, requires_grad=True) for n in (H, h, h))
     seen = visible(S, S, device=q.device)
     rule = ScoreRule(sinks_H=SINKS.float())
 
     def step():
-        query_blocks.attention(q, k, v, seen, rule).sum().backward()
+        in_blocks.attention(q, k, v, seen, rule).sum().backward()
 
     inputs = sum(t.nbytes for t in (q, k, v))
-    block = query_blocks.BLOCK_QUERIES * (H // h) * S * 4
+    block = in_blocks.BLOCK_QUERIES * (H // h) * S * 4
     assert peak_bytes(step) < 6 * inputs + 6 * block < 0.2 * H * S * S * 4
 
 
@@ -273,7 +274,7 @@ def test_a_compiled_model_calls_the_same_operator():
 
     def run(q, k, v, sinks):
         seen = visible(9, 9, device=q.device)
-        return query_blocks.attention(q, k, v, seen, ScoreRule(window=4, sinks_H=sinks)).sum()
+        return in_blocks.attention(q, k, v, seen, ScoreRule(window=4, sinks_H=sinks)).sum()
 
     leaves = [t.contiguous().requires_grad_() for t in (q, k, v, sinks)]
     both = []
@@ -283,9 +284,11 @@ def test_a_compiled_model_calls_the_same_operator():
     assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
 
 
-def test_what_operators_promise_to_pytorch_is_true():
+@pytest.mark.parametrize(("is_invariant", "keeps"), [(False, False), (False, True), (True, False)])
+def test_what_operators_promise_to_pytorch_is_true(is_invariant, keeps):
     q, k, v = (
         t.transpose(0, 1)[None].contiguous().requires_grad_() for t in draw(5, 7, torch.float32)
     )
-    arguments = (q, k, v, SINKS.float().requires_grad_(), None, True, 4, None, 2.0)
-    torch.library.opcheck(torch.ops.expertmesh.score_attention, arguments)
+    sinks, softcap = SINKS.float().requires_grad_(), None if keeps else 2.0
+    arguments = (q, k, v, sinks, None, None, True, 4, None, softcap, is_invariant, keeps)
+    torch.library.opcheck(torch.ops.expertmesh.block_attention, arguments)

@@ -9,9 +9,9 @@ from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.kernels.cpu.library import Loaded
 from expertmesh.ops.activation import activate, inner_name, num_branches
-from expertmesh.ops.attention.fixed_blocks import attention
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.op_set import BATCH_INVARIANT_OPS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)
@@ -233,16 +233,18 @@ def test_gradients():
         assert torch.autograd.gradcheck(function, (x,))
     q = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, Visible(3)), (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda *qkv: BATCH_INVARIANT_OPS.attention(*qkv, Visible(3)), (q, k, v)
+    )
 
 
 def test_attention_is_attention():
     q = torch.randn(2, 4, 70, 6, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 70, 6, dtype=torch.float64).unbind()
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert_close_fp64(attention(q, k, v, Visible(70)), theirs, what="causal")
-    last = attention(q[:, :, 60:], k, v, Visible(10))
-    assert torch.equal(last, attention(q, k, v, Visible(70))[:, :, 60:])
+    assert_close_fp64(BATCH_INVARIANT_OPS.attention(q, k, v, Visible(70)), theirs, what="causal")
+    last = BATCH_INVARIANT_OPS.attention(q[:, :, 60:], k, v, Visible(10))
+    assert torch.equal(last, BATCH_INVARIANT_OPS.attention(q, k, v, Visible(70))[:, :, 60:])
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -5,11 +5,17 @@ import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import Sums, assert_two_times
 
-from expertmesh.ops.attention import short as short_attention
+from expertmesh.ops.attention import blocks as in_blocks
+from expertmesh.ops.attention import dense
+from expertmesh.ops.attention.visible import Visible
 
 
 def fused(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def causal(q, k, v):
+    return in_blocks.attention(q, k, v, Visible(q.shape[2]))
 
 
 def results(function, tensors, grad):
@@ -37,12 +43,12 @@ def sums_of(q, k, v, grad):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equals_the_fused_attention(shape, dtype, blocks, threshold):
     if blocks == "many":
-        threshold(short_attention, "_BLOCK_ELEMENTS", 1)
+        threshold(in_blocks, "BLOCK_SCORES", 1)
     B, H, G, S, d = shape
     tensors = [torch.randn(B, n, S, d).to(dtype) for n in (H, G, G)]
     grad = torch.randn(B, H, S, d).to(dtype)
     oracle = results(fused, [t.double() for t in tensors], grad.double())
-    ours, plain = (results(f, tensors, grad) for f in (short_attention.causal_attention, fused))
+    ours, plain = (results(f, tensors, grad) for f in (causal, fused))
     # few numbers, of which one order of summation may be lucky
     is_tiny = shape[1] == shape[2] and dtype == torch.float32
     sums = sums_of(*(t.double() for t in (*tensors, grad))) if is_tiny else {}
@@ -53,9 +59,9 @@ def test_equals_the_fused_attention(shape, dtype, blocks, threshold):
 def test_autocast_rounds_no_scores():
     tensors = [torch.randn(2, n, 16, 8).bfloat16() for n in (4, 2, 2)]
     grad = torch.randn(2, 4, 16, 8)
-    expected = results(short_attention.causal_attention, tensors, grad)
+    expected = results(causal, tensors, grad)
     with torch.autocast("cpu", torch.bfloat16):
-        found = results(short_attention.causal_attention, tensors, grad)
+        found = results(causal, tensors, grad)
     for name in expected:
         assert torch.equal(found[name], expected[name])
 
@@ -64,8 +70,8 @@ def test_takes_any_strides():
     tensors = [torch.randn(2, 5, n, 4).transpose(1, 2) for n in (4, 2, 2)]
     grad = torch.randn(2, 5, 4, 4).transpose(1, 2)
     contiguous = [t.contiguous() for t in tensors]
-    ours = results(short_attention.causal_attention, tensors, grad)
-    expected = results(short_attention.causal_attention, contiguous, grad.contiguous())
+    ours = results(causal, tensors, grad)
+    expected = results(causal, contiguous, grad.contiguous())
     for name in expected:
         assert torch.equal(ours[name], expected[name])
 
@@ -82,4 +88,4 @@ def test_takes_any_strides():
 )
 def test_serves_short_sequences_without_earlier_keys(S, keys, dtype, expected):
     q, k = torch.empty(1, 2, S, 8, dtype=dtype), torch.empty(1, 2, keys, 8, dtype=dtype)
-    assert short_attention.serves(q, k) is expected
+    assert dense.is_faster_in_blocks(q, k, Visible(S)) is expected

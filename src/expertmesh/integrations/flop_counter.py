@@ -19,7 +19,7 @@ import torch
 import torch.utils.flop_counter
 
 # These imports define the operators.
-import expertmesh.ops.attention.query_blocks
+import expertmesh.ops.attention.blocks
 import expertmesh.ops.experts.adapted_linear
 import expertmesh.ops.experts.grouped_linear
 import expertmesh.ops.experts.operator
@@ -97,15 +97,15 @@ def _router_gradients(
     return (need_x + need_w) * 2 * x_TD[0] * prod(w_ED)
 
 
-@_count(_OPERATORS.score_attention)
-def _score_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any) -> int:
+@_count(_OPERATORS.block_attention)
+def _block_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any) -> int:
     """FLOPs as in PyTorch's formula for attention: all pairs, masked or not."""
     return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (q_BHSd[3] + v_BhLd[3])
 
 
-@_count(_OPERATORS.score_attention_backward)
-def _score_attention_backward(
-    _grad: Shape, _totals: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
+@_count(_OPERATORS.block_attention_backward)
+def _block_attention_backward(
+    _grad: Shape, kept: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
 ) -> int:
     """FLOPs of recomputed scores, two matmuls with values, and two with queries and keys."""
     return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (3 * q_BHSd[3] + 2 * v_BhLd[3])

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from expertmesh.ops import native_linear, native_rows
 from expertmesh.ops.activation import activate
+from expertmesh.ops.attention import blocks as attention_in_blocks
 from expertmesh.ops.attention import dense as dense_attention
-from expertmesh.ops.attention import fixed_blocks as invariant_attention
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.cpu import norms, products
@@ -239,7 +239,7 @@ BATCH_INVARIANT_OPS = OpSet(
     rms_norm=invariant.rms_norm,
     norm_and_rope=_invariant_norm_and_rope,
     head_linear=invariant.head_linear,
-    attention=invariant_attention.attention,
+    attention=partial(attention_in_blocks.attention, is_invariant=True),
     mlp=partial(_of_one_expert, batch_invariant=True),
 )
 """Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`, section 6."""

@@ -43,11 +43,9 @@ def layer_activation_bytes(
     bytes_per_token: float = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if work.precision == "bfloat16" and not work.on_gpu and 1 < seq_len <= SHORT_SEQUENCE:
-        first = seq_len // 2 if seq_len >= HALVED_SEQUENCE else 0
+        first = -(-seq_len // 2) if seq_len >= HALVED_SEQUENCE else 0
         seen = seq_len - first + first * first // seq_len  # keys per query, on average
-        bytes_per_token += (config.num_heads * seen + kv_width) * compute  # probabilities, values
-        if not config.qk_norm:
-            bytes_per_token -= (width + 2 * kv_width) * compute  # the common output is not saved
+        bytes_per_token += config.num_heads * seen * compute  # probabilities
     if config.sinks:  # saved in FP32: exponentials and probabilities of scores, queries and keys
         bytes_per_token += (2 * config.num_heads * seq_len + width + 2 * kv_width) * stream
     if config.qk_norm:

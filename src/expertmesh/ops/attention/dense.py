@@ -1,9 +1,10 @@
-"""Attention over keys that are contiguous per sequence: selects the fastest implementation that supports the call."""
+"""Attention over keys that are contiguous per sequence: PyTorch's where it serves, else blocks."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import masked, query_blocks, short
+from expertmesh.ops.attention import blocks
 from expertmesh.ops.attention.scores import ScoreRule, in_window
 from expertmesh.ops.attention.visible import Visible
 
@@ -23,27 +24,34 @@ def attention(
     Returns:
         (B, H, S, d) in the type of q; differentiable.
     """
-    L, device = k_BHLd.shape[2], k_BHLd.device
     if rule is not None:
         if not rule.is_plain:
-            return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
-        visible = in_window(visible, rule, num_keys=L, device=device)
+            return blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
+        visible = in_window(visible, rule, num_keys=k_BHLd.shape[2], device=k_BHLd.device)
+    if is_faster_in_blocks(q_BHSd, k_BHLd, visible):
+        return blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible)
     mask = visible.mask
     # A single new token attends to all keys so far, so it needs no mask. A branch, because with dynamic shapes the
     # condition would be a symbol, which the operator refuses.
     causal = False
     if mask is None and visible.is_causal and q_BHSd.shape[2] > 1:
         causal = True
-    if causal and short.serves(q_BHSd, k_BHLd):
-        return short.causal_attention(q_BHSd, k_BHLd, v_BHLd)
-    if mask is not None and masked.serves(q_BHSd, k_BHLd):
-        return masked.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
     is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
     if is_grouped and not causal and q_BHSd.shape[2] == 1 and q_BHSd.device.type == "cpu":
         return _one_query(q_BHSd, k_BHLd, v_BHLd, mask)
     return F.scaled_dot_product_attention(
         q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped
     )
+
+
+def is_faster_in_blocks(q_BHSd: Tensor, k_BHLd: Tensor, visible: Visible) -> bool:
+    """Whether blocks are faster than PyTorch's (docs/log.md): short sequences on a CPU, causal in BF16 or masked in training."""
+    if not blocks.is_short(q_BHSd, k_BHLd) or q_BHSd.numel() == 0:
+        return False
+    if visible.mask is not None:
+        return torch.is_grad_enabled() and q_BHSd.requires_grad
+    S = q_BHSd.shape[2]
+    return visible.is_causal and q_BHSd.dtype == torch.bfloat16 and 1 < S == k_BHLd.shape[2]
 
 
 def _one_query(q_BH1d: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor | None) -> Tensor:
