@@ -72,7 +72,7 @@ def threshold(monkeypatch):
 
 
 def read_allowed_skips(text: str) -> list[tuple[int, str]]:
-    """Lines "MOST PATTERN  # why": at most MOST skipped tests may match the file-name pattern of node ids."""
+    """Lines "MOST PATTERN  # why": at most MOST skips may match the file-name pattern; see `_SkipCounter`."""
     rules = []
     for line in text.splitlines():
         words = line.split("#")[0].split()
@@ -85,10 +85,10 @@ def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list
     """One line per broken rule; a skip counts for the first pattern that it matches."""
     counts: Counter[str] = Counter()
     problems = []
-    for node_id in sorted(skipped):
-        pattern = next((p for _, p in rules if fnmatch.fnmatch(node_id, p)), None)
+    for skip in sorted(skipped):
+        pattern = next((p for _, p in rules if fnmatch.fnmatch(skip, p)), None)
         if pattern is None:
-            problems.append(f"{node_id} was skipped and is not listed in {ALLOWED_SKIPS.name}")
+            problems.append(f"{skip} was skipped and is not listed in {ALLOWED_SKIPS.name}")
         else:
             counts[pattern] += 1
     for most, pattern in rules:
@@ -123,16 +123,22 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class _SkipCounter:
+    """Skips of a session: the test's id, and its reason in parentheses."""
+
     def __init__(self, config):
         self.skipped = config.stash[SKIPS]
 
     def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.skipped.add(report.nodeid)
+            self._add(report)
 
     def pytest_collectreport(self, report):
         if report.skipped:
-            self.skipped.add(report.nodeid)
+            self._add(report)
+
+    def _add(self, report):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        self.skipped.add(f"{report.nodeid} ({reason})")
 
 
 def pytest_sessionstart(session):

@@ -1,6 +1,8 @@
 """Compiled steps against the model as it is: the same bits for every router, every number of tokens, and what goes wrong."""
 
 import copy
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -142,6 +144,17 @@ def test_without_the_optional_package_the_model_computes():
     assert faster_forward(model, EngineConfig(), **without) is None
     with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
         faster_forward(model, EngineConfig(compile=True), **without)
+
+
+def test_a_trace_imports_no_compiler():
+    """Its import takes longer than the trace, and steps wait for both."""
+    code = """
+import sys
+from expertmesh.ops.cpu.compiled_loops import while_tracing
+with while_tracing():
+    assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_trace_in_another_thread_leaves_calls_plain():

@@ -1,5 +1,7 @@
 """The ordinary mode computes the bits of the deterministic one where the kernels in C are the only way: BF16 by the processor's own instructions."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
@@ -7,6 +9,7 @@ from tests.models.test_latent_attention import latent
 from tests.support.adapters import EXPERTS, make_adapter
 
 from expertmesh.engine.engine import Engine
+from expertmesh.engine.faster_forward import OPTIONAL
 from expertmesh.engine.request import SamplingParams
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.ops import native_linear
@@ -29,8 +32,9 @@ ARRANGEMENTS = {
     "preempted": {"num_blocks": 18, "block_size": 4, "max_sequences": 6},
     "drafts": {"num_draft_tokens": 3},
     "cold": {"prefix_caching": False},
-    "compiled": {"compile": True},
+    **({"compiled": {"compile": True}} if find_spec(OPTIONAL) else {}),
 }
+FEW = {name: how for name, how in ARRANGEMENTS.items() if name in ("chunks", "compiled")}
 
 
 def answers(engine, prompts=ASKED, **how):
@@ -80,13 +84,11 @@ def test_quantised_experts(form):
     def make(dtype, **more):
         return gpt(dtype, dim=40, **more)
 
-    some = {name: ARRANGEMENTS[name] for name in ("chunks", "compiled")}
-    assert_bits_are_the_deterministic_ones(make, form=form, arrangements=some)
+    assert_bits_are_the_deterministic_ones(make, form=form, arrangements=FEW)
 
 
 def test_latent_attention():
-    some = {name: ARRANGEMENTS[name] for name in ("chunks", "compiled")}
-    assert_bits_are_the_deterministic_ones(latent, arrangements=some)
+    assert_bits_are_the_deterministic_ones(latent, arrangements=FEW)
 
 
 def test_sixty_four_together_and_every_number_of_threads():

@@ -14,6 +14,7 @@ from tests.oracle.numerics import (
 from tests.support.memory import peak_bytes
 
 from expertmesh.engine.kv_cache import PagedCache, PagedContext
+from expertmesh.kernels.cpu.library import loaded
 from expertmesh.models.attention import DenseContext
 from expertmesh.ops import native_linear
 from expertmesh.ops.attention import blocks as in_blocks
@@ -164,6 +165,7 @@ def test_a_dense_context_hands_the_rule_on():
     assert_close_fp64(y.view(9, H, d), oracle(q, k, v, RULES["all"]), what="dense context")
 
 
+@pytest.mark.skipif(loaded().kernels is None, reason="no C compiler")
 @pytest.mark.parametrize(("S", "L"), [(2, 2), (64, 64), (65, 200), (200, 200), (130, 131)])
 def test_kernels_compute_sequences_without_pages_too(S, L):
     q, k, v = (t.transpose(0, 1)[None] for t in draw(S, L, torch.bfloat16))

@@ -25,7 +25,7 @@ class ConvertVerb(Operation):
     to: Annotated[Folder, Spelling(stands_for=("target",))]
     """folder to create"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """dtype of the weights (default: as they are)"""
+    """dtype of the weights (default: unchanged)"""
     adapter_only: bool = False
     """write a run's adapters as a peft folder, instead of merging them into the model"""
     expert_layout: Literal["fused", "per-expert"] = "fused"

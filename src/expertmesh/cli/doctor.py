@@ -92,7 +92,7 @@ class DoctorVerb(Operation):
     """
 
     topology: bool = False
-    """print only stored links and tuning, by topology"""
+    """print only the stored link measurements and tuning results, by topology"""
     cluster: NewFile | None = None
     """measure the devices of all ranks, write a cluster file for plan, and exit"""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsVerb(Operation):
-    """Prunes a run to the experts that its validation data use most (prune), or concatenates the experts of two same-shape runs and averages the rest (join).
+    """Prunes a run to the experts that its validation data use most (prune), or merges two runs of the same shape (join): experts are concatenated, all other weights averaged.
 
     examples:
       expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned

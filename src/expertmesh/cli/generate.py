@@ -74,7 +74,7 @@ class GenerateVerb(OnDevice):
     chat_template_kwargs: Annotated[str | None, Spelling("JSON")] = None
     """variables of the chat template, for example '{"enable_thinking": false}' for Qwen3"""
     no_start: bool = False
-    """do not prepend a BOS token (default: as the tokenizer; for runs trained by ExpertMesh: its end-of-text token)"""
+    """do not prepend a BOS token (default: the tokenizer decides; runs trained by ExpertMesh prepend the EOS token)"""
     greedy: bool = False
     """greedy decoding: always the most likely token"""
     sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(

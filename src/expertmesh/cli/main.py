@@ -55,7 +55,7 @@ _HELP = {
     "export": "export weights to one safetensors file",
     "convert": "convert models from and to Hugging Face format",
     "quantize": "quantize experts to 8 or 4 bits",
-    "experts": "prune the experts of a run, or join those of two",
+    "experts": "prune the experts of a run, or merge two runs",
     "evaluate": "evaluate with lm-evaluation-harness",
     "doctor": "check what this machine and installation support",
     "plan": "estimate memory, time and price on a cluster",

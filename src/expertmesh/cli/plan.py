@@ -51,7 +51,7 @@ class PlanVerb(Operation):
     tokens: Annotated[Amount | None, Spelling("NUMBER")] = None
     """number of training tokens, also as 2B or 1T (default: the recipe's)"""
     imbalance: float | None = None
-    """load imbalance: most tokens on a rank / mean (default: 1.15)"""
+    """load imbalance: maximum / mean number of tokens per rank (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
     """format of optimizer states: ours (FP32), bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments or torchao_int4_moments; or the states of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
     pp: int | None = None
@@ -91,7 +91,7 @@ class PlanVerb(Operation):
     serve: bool = False
     """plan inference instead of training: time per token, price, memory"""
     batch: int | None = None
-    """batch size in sequences on all devices; --serve needs this or --token-ms"""
+    """global batch size in sequences; --serve needs this or --token-ms"""
     context: Annotated[Length | None, Spelling("NUMBER")] = None
     """sequence length in tokens (default: of prompt and answer together)"""
     prompt: Annotated[Length | None, Spelling("NUMBER")] = None

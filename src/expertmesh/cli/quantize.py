@@ -9,7 +9,7 @@ from expertmesh.config.fields import Folder, InputFile, ModelFolder, Operation, 
 
 
 class QuantizeVerb(Operation):
-    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder for expertmesh generate and serve and, if the architecture is Hugging Face's, vLLM.
+    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder. expertmesh generate and serve read it; vLLM too, if the architecture is Hugging Face's.
 
     examples:
       expertmesh quantize runs/gpt-moe-demo --to models/demo-int8 --format int8
@@ -28,7 +28,7 @@ class QuantizeVerb(Operation):
     layers: Literal["experts", "all"] = "experts"
     """layers to quantize: experts, or also attention and dense MLPs (all)"""
     calibration: InputFile | None = None
-    """text file for calibration, to weight rounding errors (default: no calibration)"""
+    """text file for calibration: rounding errors are weighted by its activations (default: no calibration)"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of all other weights and of computation (default: as in the source)"""
 

@@ -75,7 +75,7 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether decoding is compiled on a CPU, in the background and to the same bits, or captured as CUDA graphs on a GPU; none: on a CPU for large models, on a GPU where it can be."""
+    """Whether decoding steps are captured as CUDA graphs (GPU), or compiled in the background with bitwise equal results (CPU); none: where supported on a GPU, for large models on a CPU."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
 

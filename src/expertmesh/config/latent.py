@@ -22,7 +22,7 @@ class LatentAttentionConfig(Config):
     v_head_dim: int = Field(default=128, gt=0)
     """Dimensions per head of values."""
     interleaved: bool = True
-    """Whether rotary pairs are (2 i, 2 i + 1), as in DeepSeek's files, instead of (i, i + qk_rope_head_dim / 2)."""
+    """Whether rotary pairs are interleaved, (2 i, 2 i + 1) as in DeepSeek's files, instead of (i, i + qk_rope_head_dim / 2)."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -53,17 +53,17 @@ class RopeScalingConfig(Config):
     original_max_seq_len: int = Field(default=4096, gt=0)
     """Original context length in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Number of rotations within the original length above which a pair keeps its frequency."""
+    """Upper end of YaRN's ramp: dimensions with more rotations than this over the original context keep their frequency."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Number of rotations within the original length below which a frequency is divided by `factor`; between beta_slow and beta_fast: interpolated."""
+    """Lower end of YaRN's ramp: frequencies of dimensions with fewer rotations than this are divided by `factor`."""
     attention_factor: float | None = Field(default=None, gt=0)
     """Factor on cosines and sines; none: from mscale and mscale_all_dim where both are set, else 0.1 ln(factor) + 1."""
     mscale: float = Field(default=0.0, ge=0)
-    """DeepSeek's factor on ln(factor) in the numerator of the attention factor; 0: none."""
+    """DeepSeek's factor in the numerator of the attention factor; 0: none."""
     mscale_all_dim: float = Field(default=0.0, ge=0)
-    """DeepSeek's factor on ln(factor) in the denominator; its square also scales latent attention's scores; 0: none."""
+    """DeepSeek's factor in the denominator of the attention factor, and on latent attention's logits; 0: none."""
     truncate: bool = True
-    """Whether the bounds of the interpolated pairs are rounded to whole numbers."""
+    """Whether the ends of YaRN's ramp are rounded to whole dimensions."""
 
     @property
     def cos_factor(self) -> float:

@@ -11,7 +11,7 @@ class MoEConfig(LayerChoices):
     """The mixture-of-experts layers; the names are the keywords of `expertmesh.MoELayer`."""
 
     num_experts: tuple[Annotated[int, Field(gt=0)], ...] = (8,)
-    """Experts per MoE layer: one number for all of them, or one per MoE layer (a pyramid); none: a dense model."""
+    """Number of experts: one for all MoE layers, or one per MoE layer (a pyramid); none: a dense model."""
 
     @property
     def expert_counts(self) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class LayerChoices(Config):
     score_function: ScoreFunction = "softmax"
     """Score function applied to router logits."""
     normalize_weights: NormalizeWeights = "auto"
-    """Normalization of routing weights: by their sum over the chosen experts (topk), or over those that kept the token (kept); auto: topk if top_k > 1."""
+    """Divisor of routing weights: their sum over the top-k experts (topk), or over the ones that had capacity for the token (kept); auto: topk if top_k > 1."""
     weight_scale: float = Field(default=1.0, gt=0)
     """Factor on the routing weights (routed_scaling_factor of DeepSeek)."""
     router_noise: RouterNoise = "none"
@@ -62,7 +62,7 @@ class LayerChoices(Config):
     input_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the router input, in training."""
     expert_output_masking: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of (token, expert) rows whose output is dropped in training, the others scaled up (NLLB)."""
+    """Probability in training that an expert's output for a token is dropped (expert output masking of NLLB)."""
     logit_temperature: float = Field(default=1.0, gt=0)
     """Temperature of the router: divisor of its logits."""
     num_expert_groups: int = Field(default=1, gt=0)
@@ -76,19 +76,19 @@ class LayerChoices(Config):
     cosine_dim: int = Field(default=256, gt=0)
     """Projection size of the cosine router."""
     capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Capacity factor in training: maximum rows per expert, as a ratio of the even share; none: dropless."""
+    """Capacity factor in training: maximum number of tokens per expert / (tokens * top_k / experts); none: dropless."""
     eval_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Capacity factor in evaluation; none: dropless."""
     min_capacity: int = Field(default=4, ge=0, lt=2**31)
-    """Minimum capacity in rows per expert and routing group."""
+    """Minimum capacity of an expert in tokens, per routing group."""
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
-    """Upper bound on the capacity factor, in training and evaluation, also if these are dropless; none: no bound."""
+    """Upper bound on both capacity factors, which limits dropless layers too; none: no bound."""
     drop_policy: DropPolicy = "random"
-    """Tokens that an expert keeps over capacity: the first, the ones with the highest score (priority) or routing weight, or random ones."""
+    """Tokens that an expert over capacity keeps: the first ones (first), the ones with the highest score (priority) or routing weight (weight), or random ones (random)."""
     routing_group_size: int | None = Field(default=None, gt=0)
     """Number of tokens per routing group, for capacity and balance loss; none: the whole micro-batch."""
     num_shared_experts: int = Field(default=0, ge=0)
-    """Number of shared experts, which every token passes."""
+    """Number of shared experts, which process every token."""
     shared_hidden_dim: int | None = Field(default=None, gt=0)
     """Hidden size of the shared experts' MLP; none: num_shared_experts * hidden_dim."""
     shared_gate: bool = False
@@ -96,7 +96,7 @@ class LayerChoices(Config):
     residual: bool = False
     """Whether a dense MLP beside the experts is mixed in by a learned coefficient (residual MoE of PR-MoE)."""
     balance_loss: BalanceLoss = "switch"
-    """Load-balancing loss: switch counts all choices of a token, gshard the first choices."""
+    """Load-balancing loss: Switch's over all choices (switch), GShard's over first choices (gshard), or the importance and load losses of Shazeer et al. 2017 (importance_load)."""
     balance_loss_scope: LossScope = "group"
     """Scope of the balance loss: each routing group, or the global batch."""
     aux_loss_weight: float = Field(default=0.01, ge=0)
@@ -112,7 +112,7 @@ class LayerChoices(Config):
     backend: Backend = "auto"
     """Implementation of the expert operators."""
     batch_invariant: bool = False
-    """Whether outputs in evaluation are bitwise the same in every batch; slower; set by model.batch_invariant."""
+    """Whether outputs in evaluation are bitwise the same in every batch; slower."""
 
     @property
     @abstractmethod

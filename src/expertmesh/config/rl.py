@@ -47,9 +47,9 @@ class RLConfig(Config):
     exact: bool = True
     """Whether rollouts and training have bitwise equal logprobs, which every step checks; needs batch-invariant arithmetic."""
     replay_routing: bool = True
-    """Whether training replays the experts that rollouts chose, with exact off."""
+    """Whether training replays the experts that rollouts chose, with rl.exact=false."""
     correction: Literal["none", "token_truncate", "sequence_mask"] = "none"
-    """Correction of the mismatch between rollouts and training, with exact off: truncated importance weights per token (token_truncate), or a mask of whole answers (sequence_mask)."""
+    """Correction of the mismatch between rollouts and training, with rl.exact=false: truncated importance weights per token (token_truncate), or a mask of whole answers (sequence_mask)."""
     correction_cap: float = Field(default=2.0, gt=1)
     """Bound C of the correction: weights are at most C (token_truncate), or answers with a ratio outside 1/C ... C are masked (sequence_mask)."""
 

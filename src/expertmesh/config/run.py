@@ -147,13 +147,13 @@ class TrainConfig(Config):
     steps: int = Field(default=1000, gt=0)
     """Number of optimizer steps."""
     epochs: float | None = Field(default=None, gt=0)
-    """Number of epochs, may be fractional, in place of steps; rounded up to a whole batch; none: steps."""
+    """Number of epochs (may be fractional) instead of train.steps, rounded up to a whole batch; none: train.steps."""
     batch_size: int = Field(default=16, gt=0)
     """Global batch size: sequences (or other samples) per optimizer step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Batch size of one forward pass; smaller than batch_size means gradient accumulation; none: batch_size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
-    """Number of forward passes per optimizer step; another way to say micro_batch_size; none: from micro_batch_size."""
+    """Number of forward passes per optimizer step, instead of micro_batch_size; none: batch_size / micro_batch_size."""
     seed: int = Field(default=0, ge=0)
     """Random seed of initialization, data order and router noise."""
     run_dir: Annotated[str, Spelling("DIR")] = "runs/default"
@@ -165,7 +165,7 @@ class TrainConfig(Config):
     init_from: Annotated[str | None, Spelling("RUN")] = None
     """Run to initialize from: its newest weights, model options and tokenizer; none: random weights."""
     branch_from: Annotated[str | None, Spelling("RUN")] = None
-    """Run to branch from, trained with optim.schedule=wsd: this run continues its checkpoint of the step where its own decay begins; none: no branch."""
+    """Run with optim.schedule=wsd to branch from: this run resumes from its checkpoint of the step at which this run's decay begins; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
     """Frozen parts of the MoE layers; useful with init_from."""
     resume: Resume = "never"
@@ -175,7 +175,7 @@ class TrainConfig(Config):
     keep_last: int = Field(default=2, gt=0)
     """Number of newest checkpoints to keep, besides the best."""
     keep_every: int | None = Field(default=None, gt=0)
-    """Number of steps between checkpoints that are never removed, a multiple of checkpoint_every; none: only keep_last and the best."""
+    """Number of steps between checkpoints that are kept permanently, a multiple of checkpoint_every; none: only keep_last and the best are kept."""
     eval_every: int = Field(default=100, gt=0)
     """Number of steps between evaluations; the first and the last step are always evaluated."""
     eval_batches: int = Field(default=16, gt=0)
@@ -278,7 +278,7 @@ class ServingDegrees(SlicesConfig):
     tp_degree: int = Field(default=1, gt=0)
     """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value cache."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Expert-parallel degree: number of equal parts of a layer's experts, on different ranks; none: number of ranks / es_degree."""
+    """Expert-parallel degree: number of parts that a layer's experts are divided into, each on other ranks; none: number of ranks / es_degree."""
     es_degree: int | None = Field(default=None, gt=0)
     """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
     timeout_s: float = Field(default=300.0, gt=0)
@@ -299,23 +299,23 @@ class ParallelConfig(ServingDegrees):
     dp_shard_degree: int | None = Field(default=None, gt=0)
     """Number of ranks over which a replica's parameters are sharded (FSDP); none: number of ranks / dp_replicate_degree."""
     route_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks per expert-parallel all-to-all group; across groups, expert weights are sharded and gathered; 1: no dispatch; none: all ranks."""
+    """Number of ranks per all-to-all group of expert parallelism; further ranks shard the same experts' weights (FSDP); 1: no all-to-all; none: all ranks."""
     overlap_degree: int = Field(default=1, gt=0)
-    """Number of chunks of tokens whose dispatch overlaps with computation; 1: no overlap."""
+    """Number of chunks of tokens, where the dispatch of one overlaps with the computation of another; 1: no overlap."""
     all_to_all: AllToAll = "flat"
     """All-to-all algorithm: flat, straight to the experts' ranks; hierarchical, once per node first; auto, the faster one by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
-    """Number of consecutive ranks per node, for adaptive and for all_to_all hierarchical or auto; none: as torchrun started them."""
+    """Number of consecutive ranks per node, used by parallel.adaptive and by a hierarchical or auto all_to_all; none: as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
     """Dtype of dispatched tokens: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)
-    """Number of hot experts per layer, by tokens of the last step, whose weights are replicated instead of dispatching their tokens."""
+    """Number of hot experts per layer (most tokens in the last step) whose weights every rank receives, so that their tokens are not dispatched."""
     adaptive: bool = False
     """Whether route_degree, overlap_degree, all_to_all and replicated_experts are tuned per layer and load; options set explicitly are not tuned."""
     bind: Bind = "auto"
     """CPU binding: auto, each rank to the cores of one NUMA node unless the launcher has bound it; off, no binding."""
     expert_order: ExpertOrder = "slices_inner"
-    """Placement on consecutive ranks: slices of the same experts (slices_inner), or different experts (experts_inner)."""
+    """Rank order if both degrees of experts exceed 1: consecutive ranks hold slices of the same experts (slices_inner), or different experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
     """ZeRO stage; 3: gather weights per use; 2: gather dense weights once per micro-batch, experts once per step; 1: as 2, and reduce dense gradients once per step."""
     offload: bool = False

@@ -27,7 +27,7 @@ class ServerConfig(Config):
     adapter_root: Annotated[str | None, Spelling("DIR")] = None
     """Folder below which `/v1/load_lora_adapter` may read adapters; none: no adapters are loaded at run time."""
     api_key_file: Annotated[str | None, Spelling("FILE")] = None
-    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: the environment's key (EXPERTMESH_API_KEY), or no key is needed."""
+    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: the key in the variable EXPERTMESH_API_KEY; without it, no key is needed."""
     without_key: bool = False
     """Let other machines connect without an API key."""
     allow_host: Annotated[tuple[str, ...], Spelling("NAME")] = ()

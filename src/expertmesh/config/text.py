@@ -17,7 +17,7 @@ class TextConfig(Config):
     """Source of the text, its tokenizer and its token sequences."""
 
     path: Annotated[str | tuple[str, ...] | None, Spelling("PATH")] = None
-    """Files, folders or patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
+    """Files, folders or glob patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
     """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
     column: Annotated[str | None, Spelling("NAME")] = None

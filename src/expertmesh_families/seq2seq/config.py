@@ -45,9 +45,9 @@ class Seq2SeqConfig(Config):
     vocab_size: int = Field(default=8192, gt=0)
     """Vocabulary size (V), shared by all languages."""
     max_source_len: int = Field(default=128, gt=2)
-    """Maximum source length in tokens, with two special tokens."""
+    """Maximum source length in tokens, two special tokens included."""
     max_seq_len: int = Field(default=128, gt=1)
-    """Maximum target length in tokens, with one special token."""
+    """Maximum target length in tokens, one special token included."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
     num_encoder_layers: int = Field(default=4, gt=0)
@@ -63,11 +63,11 @@ class Seq2SeqConfig(Config):
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Dropout rate of the embeddings and of each layer's outputs."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
-    """Label smoothing: share of the target's probability that is spread over all tokens."""
+    """Label smoothing: probability mass spread over all tokens."""
     tie_embeddings: bool = True
-    """Share one matrix between the embeddings of both sides and the output projection."""
+    """Whether both embeddings and the output projection share a matrix."""
     positions: Literal["rotary", "untied"] = "rotary"
-    """rotary: relative, by rotating queries and keys; untied: absolute, with scores of their own added to the token scores (TUPE)."""
+    """Position encoding: relative (rotary, RoPE), or absolute with separate projections, added to the attention logits (untied, TUPE)."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary (relative) position embedding of self-attention."""
     norm_eps: float = Field(default=1e-6, gt=0)
@@ -75,7 +75,7 @@ class Seq2SeqConfig(Config):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     moe_every: int = Field(default=2, gt=0)
-    """Every n-th layer of each side is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
+    """Interval of MoE layers in encoder and decoder (1: all layers; 2: layers 1, 3, 5, ..., counted from 0)."""
     moe: MoEConfig = MoEConfig(top_k=1, hidden_dim=1024)
     """The mixture-of-experts layers."""
 
@@ -164,33 +164,33 @@ class ParallelTextConfig(Config):
     """Parallel text in several languages, and the tasks that are learned from it."""
 
     path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
-    """Folders with a file per split and language, SPLIT.LANG, .gz or .zst; line i is the same text in all (blank: not translated)."""
+    """Folders with a file per split and language, SPLIT.LANG, also .gz or .zst; lines of the same number are translations (blank: missing)."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
-    """Encoding of the files by its Python name (latin-1, cp1252, utf-16-le); none: UTF-8. A byte-order mark takes precedence."""
+    """Text encoding by its Python name (latin-1, cp1252, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
     languages: Annotated[tuple[str, ...], Spelling("LANG")] = ()
     """Languages to use; none: all that the folders have."""
     pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()
     """Directions to learn, such as en-de; none: from every language to every other."""
     without_pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()
-    """Directions to leave out of training but not of evaluation, for translation without examples (zero-shot)."""
+    """Zero-shot directions: evaluated, but not trained."""
     train_split: Annotated[str, Spelling("NAME")] = "train"
     """Name of the files to train on."""
     validation_split: Annotated[str, Spelling("NAME")] = "val"
     """Name of the files to evaluate on."""
     temperature: float = Field(default=1.0, ge=1)
-    """Directions are drawn in proportion to (number of examples)^(1 / temperature): 1 as they are, larger: rare ones more often."""
+    """Sampling temperature of directions: probability proportional to (number of examples)^(1 / temperature)."""
     denoising: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the samples that reconstruct noised text of one language instead of translating."""
+    """Fraction of the samples that denoise text of one language instead of translating."""
     noise_fraction: float = Field(default=0.35, gt=0, lt=1)
-    """Share of a noised text's tokens that are masked."""
+    """Fraction of tokens that are masked in denoising."""
     mean_span: float = Field(default=3.0, ge=1, le=500)
-    """Mean length of a masked span in tokens (Poisson); each becomes one mask."""
+    """Mean length of a masked span in tokens (Poisson); a span is replaced by one mask token."""
     permute_sentences: bool = True
-    """Put the sentences of a noised text in a random order."""
+    """Whether denoising also shuffles sentences."""
     neighbours: int = Field(default=64, gt=0)
-    """Number of consecutive samples of similar length, to reduce padding; best the batch size."""
+    """Number of consecutive samples of similar length, which reduces padding; best equal to the batch size."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """The tokenizer.json of a run, whose vocabulary and languages are used; none: one is learned from the text. train.init_from sets it."""
+    """tokenizer.json of a run, with its vocabulary and languages; set by train.init_from; none: a tokenizer is trained on the text."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Folder for tokenizers and tokens; none: the user's cache folder."""
 

@@ -17,8 +17,8 @@ class SwinConfig(Config):
     """A Swin Transformer V2, or the variant that was released as "SwinV2-MoE", with MoE in every second block of some stages."""
 
     variant: Variant = "v2"
-    """v2: Swin V2 as published (cosine attention, 16 sigmoid of the position bias, norms after attention and MLP); released: the
-    published MoE models (norms before, dot products, plain position bias, no output bias in MLPs)."""
+    """Architecture: v2, Swin V2 as in the paper (scaled cosine attention, continuous position bias, post-norm); released, as in the published
+    SwinV2-MoE checkpoints (pre-norm, dot-product attention, plain position bias, no output bias in MLPs)."""
     image_size: int = Field(default=256, gt=0)
     """Height and width of the images in pixels."""
     num_channels: Literal[1, 3] = 3
@@ -28,21 +28,21 @@ class SwinConfig(Config):
     patch_size: int = Field(default=4, gt=0)
     """Height and width of a patch in pixels; a patch is a token of the first stage."""
     dim: int = Field(default=96, gt=0)
-    """Width of the first stage (D); each further stage is twice as wide, on a map of half the side."""
+    """Width of the first stage (D); each further stage doubles the width and halves height and width of the feature map."""
     depths: tuple[Annotated[int, Field(gt=0)], ...] = (2, 2, 6, 2)
     """Number of blocks of each stage."""
     num_heads: tuple[Annotated[int, Field(gt=0)], ...] = (3, 6, 12, 24)
     """Number of attention heads of each stage."""
     window_size: int = Field(default=8, gt=0)
-    """Height and width of a window in tokens; a smaller map is one window."""
+    """Height and width of an attention window in tokens; a smaller feature map is one window."""
     pretrained_window_sizes: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Window of each stage with which the position bias was learned; none: this model's windows. train.init_from sets it."""
+    """Pretrained window size of each stage, for its position bias; set by train.init_from; none: this model's window sizes."""
     mlp_ratio: float = Field(default=4.0, gt=0)
     """Hidden size of MLPs and experts as a ratio of the stage's width."""
     drop_path: float = Field(default=0.2, ge=0, lt=1)
-    """Stochastic depth rate of the last block; it decreases linearly to 0 in the first."""
+    """Stochastic depth rate of the last block; linear from 0 at the first block."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
-    """Label smoothing: share of the target's probability that is spread over all classes."""
+    """Label smoothing: probability mass spread over all classes."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of LayerNorm."""
     init_std: float = Field(default=0.02, gt=0)
@@ -187,36 +187,36 @@ class ImagesConfig(Config):
     """Labelled images and their augmentation."""
 
     path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
-    """Folders: with a folder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, .gz too). The split is
-    given by folders train/ and val/ (or test/), or by train- and test- before an IDX file's name. Classes of all folders are joined."""
+    """Folders with a subfolder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, also .gz); splits are
+    subfolders train/ and val/ (or test/), or prefixes train- and test- of IDX files. Classes of several folders are merged."""
     train_images: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Number of training images of each folder, the first ones, for IDX files without a split; 0 or none: by validation_fraction."""
+    """Number of training images (the first ones) per folder of IDX files without a split; 0 or none: by validation_fraction."""
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the images for validation in a folder without a split: the last ones of IDX files, some of each class of a folder."""
+    """Fraction of images for validation in folders without a split: the last ones of IDX files, a part of each class otherwise."""
     fit: Fit = "resize"
-    """Fitting of images of another size: pad (border of zeros, for smaller ones), resize (scale the central square), or exact (error)."""
+    """Images of another size: padded with zeros (pad, smaller ones only), center-cropped and resized (resize), or an error (exact)."""
     flip: bool = False
-    """Mirror half of the images."""
+    """Whether images are flipped horizontally with probability 0.5."""
     rotate: float = Field(default=0.0, ge=0, le=180)
     """Maximum rotation of an image in degrees, in either direction."""
     shift: float = Field(default=0.0, ge=0, lt=1)
     """Maximum shift of an image along each axis, as a fraction of its side."""
     zoom: float = Field(default=0.0, ge=0, lt=1)
-    """Random zoom z: images are scaled by a factor from 1 - z to 1 / (1 - z)."""
+    """Random scale z: images are scaled by a factor from 1 - z to 1 / (1 - z)."""
     stretch: float = Field(default=0.0, ge=0, lt=1)
-    """Random stretch s: width over height is multiplied by a factor from 1 - s to 1 / (1 - s); the area stays."""
+    """Random aspect ratio s: width / height is multiplied by a factor from 1 - s to 1 / (1 - s), at the same area."""
     shear: float = Field(default=0.0, ge=0, lt=1)
     """Maximum shear of an image, in either direction."""
     colour: float = Field(default=0.0, ge=0, lt=1)
-    """Random colour change c: brightness and contrast are multiplied by factors from 1 - c to 1 + c."""
+    """Color jitter c: brightness and contrast are multiplied by factors from 1 - c to 1 + c."""
     erase: float = Field(default=0.0, ge=0, le=1)
-    """Share of the images with a random rectangle replaced by noise (random erasing)."""
+    """Probability of random erasing: a random rectangle is replaced by noise."""
     mixup: float = Field(default=0.0, ge=0)
-    """Alpha of mixup: two images are added, with a weight from Beta(alpha, alpha); 0: never."""
+    """Mixup alpha; 0: no mixup."""
     cutmix: float = Field(default=0.0, ge=0)
-    """Alpha of cutmix: a rectangle comes from another image, its area from Beta(alpha, alpha); 0: never. With mixup, half each."""
+    """CutMix alpha; 0: no CutMix; with mixup, one of the two is chosen at random per image."""
     mix: float = Field(default=1.0, gt=0, le=1)
-    """Share of the images to which mixup or cutmix is applied."""
+    """Probability of mixup or CutMix."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for data computed from the images; none: the user's cache folder."""
 

@@ -41,7 +41,7 @@ class ModelConfig(Config):
     qk_norm: bool = False
     """Whether queries and keys are normalized by RMSNorm."""
     qk_norm_scope: Literal["head", "projection"] = "head"
-    """Axis of the norms of qk_norm: per head, or over all heads of a token (projection, as in OLMoE)."""
+    """Scope of the norms of qk_norm: each head (head), or the whole projection (projection, as in OLMoE)."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have biases."""
     out_bias: bool = False
@@ -51,7 +51,7 @@ class ModelConfig(Config):
     sliding_window: int | None = Field(default=None, gt=0)
     """Sliding window of attention in tokens, the token itself included; none: no window."""
     full_attention_every: int | None = Field(default=None, gt=1)
-    """Interval of layers with full attention instead of sliding_window (2: layers 1, 3, 5, ...); none: all layers have the window."""
+    """Interval of layers with full attention (2: layers 1, 3, 5, ..., counted from 0); others have sliding_window; none: all have it."""
     tie_embeddings: bool = True
     """Whether input embedding and output projection share a matrix."""
     rope_base: float = Field(default=10000.0, gt=1)
@@ -67,11 +67,11 @@ class ModelConfig(Config):
     first_dense_layers: int = Field(default=0, ge=0)
     """Number of dense layers at the beginning, before moe_every applies."""
     batch_invariant: bool = False
-    """Whether logits in evaluation are bitwise the same in every batch; slower; no effect in training."""
+    """Whether logits in evaluation are bitwise the same in every batch; slower; no effect in training; includes moe.batch_invariant."""
     end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Token ids that end a generated text, besides the tokenizer's end of text; set by convert."""
+    """EOS token ids in addition to the tokenizer's; set by convert."""
     start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Token ids put before a prompt; set by convert; none: as the tokenizer does, else its end of text."""
+    """BOS token ids, prepended to prompts; set by convert; none: the tokenizer's BOS token, else its EOS token."""
     latent: LatentAttentionConfig = LatentAttentionConfig()
     """Multi-head latent attention, as in DeepSeek-V2."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()

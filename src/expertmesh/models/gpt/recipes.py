@@ -41,7 +41,7 @@ def gpt_moe_test() -> GPTRunConfig:
 
 
 def gpt_moe_demo() -> GPTRunConfig:
-    """The demo: 32 narrow experts of which a token uses 2; 2.6 million tokens of Python source.
+    """The demo: 32 small experts, top-2, trained on 2.6 million tokens of Python source.
 
     The feed-forward layers are narrow, so that a dense model of the same cost is short of parameters within the
     minutes of a demo, which is where experts pay (docs/log.md, "Equal learning"). weight_scale = K undoes the 1/K

@@ -101,7 +101,7 @@ def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def while_tracing() -> Iterator[None]:
     """Context for tracing: holds torch's compile lock, sets its compiling state, and hides the work from the caller's
     dispatch modes."""
-    with while_compiling():
+    with _compile_lock():
         from torch._export.utils import _compiling_state_context
 
         with _compiling_state_context():
@@ -110,14 +110,22 @@ def while_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """Context for compiling: holds torch's compile lock and hides the work from dispatch modes; other threads compute as usual."""
+    """Context for compiling: as `while_tracing`, without the compiling state; Inductor is imported, which takes a second."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about torch's own old parts
+        import_module("torch._inductor.compile_fx")
+        import_module("torch.utils.mkldnn")  # imported by Inductor when it compiles
+    with _compile_lock():
+        yield
+
+
+@contextmanager
+def _compile_lock() -> Iterator[None]:
+    """Context that holds torch's compile lock and hides the work from dispatch modes; other threads compute as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about torch's own old parts
         from torch._dynamo.config import disable
         from torch._dynamo.convert_frame import compile_lock
-
-        import_module("torch._inductor.compile_fx")
-        import_module("torch.utils.mkldnn")  # imported by Inductor when it compiles
         from torch.utils._python_dispatch import _disable_current_modes
 
     if disable:
