@@ -205,12 +205,13 @@ gpu-wheels: $(STAMP)
 	  $$($(BIN)/python -m benchmarks.race.peers)
 	python3 tools/wheels.py split $(or $(GPU_WHEELS),.whl) .whl-pieces
 
+# The design rules are tests, too: not here where `make check test` runs them beside the others.
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/repo
+	$(if $(filter test test-fast test-all,$(MAKECMDGOALS)),,$(BIN)/python -m pytest tests/repo)
 
 # Fetches the extra `docs` the first time; then it needs no network. Any warning, a link that leads nowhere for instance, is an error.
 SITE ?= site

@@ -2,13 +2,16 @@
 
 import ast
 
+import pytest
 from tests.repo.test_design_rules import SOURCE, python_files
 
 MOST_QUESTIONS = 4
 ROOTS = ("Module", "ModuleList")
 
 
-def trees():
+@pytest.fixture(scope="module")
+def found():
+    """Trees of all files; freed behind this module, or every later collection of garbage would look through them."""
     return {path: ast.parse(path.read_text()) for path in python_files() if SOURCE in path.parents}
 
 
@@ -27,12 +30,13 @@ def kinds_of_experts(found):
     return {n for n in bases if n.endswith(("Experts", "ExpertList")) and is_module(n)}
 
 
+def name_of(node):
+    """A name, or the last one behind dots."""
+    return getattr(node, "id", getattr(node, "attr", ""))
+
+
 def names_in(node):
-    return {
-        ast.unparse(one).rpartition(".")[2]
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name | ast.Attribute)
-    }
+    return {*map(name_of, ast.walk(node))} - {""}
 
 
 def questions(tree, kinds):
@@ -42,10 +46,10 @@ def questions(tree, kinds):
             kinds = kinds | {target.id for target in node.targets if isinstance(target, ast.Name)}
     lines = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        if isinstance(node, ast.Call) and name_of(node.func) in ("isinstance", "issubclass"):
             asked = node.args[1]
         elif isinstance(node, ast.Compare) and any(
-            isinstance(one, ast.Call) and ast.unparse(one.func) == "type"
+            isinstance(one, ast.Call) and name_of(one.func) == "type"
             for one in (node.left, *node.comparators)
         ):
             asked = node
@@ -58,13 +62,11 @@ def questions(tree, kinds):
     return lines
 
 
-def test_experts_are_one_module_beside_modules_of_the_users():
-    found = trees()
+def test_experts_are_one_module_beside_modules_of_the_users(found):
     assert kinds_of_experts(found) == {"GroupedExperts", "ExpertList", "SpreadExpertList"}
 
 
-def test_few_ask_which_kind_of_experts_a_module_is():
-    found = trees()
+def test_few_ask_which_kind_of_experts_a_module_is(found):
     kinds = kinds_of_experts(found)
     asked = {str(path.relative_to(SOURCE)): questions(tree, kinds) for path, tree in found.items()}
     asked = {path: lines for path, lines in asked.items() if lines}

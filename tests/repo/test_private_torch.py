@@ -16,6 +16,15 @@ def is_private(name):
     return bool(is_of_torch) and any(re.match(r"_(?!_)", part) for part in parts)
 
 
+def dotted(node):
+    """`a.b.c`; "" where the first part is no name."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *parts[::-1]]) if isinstance(node, ast.Name) else ""
+
+
 def private_names(tree):
     """Dotted names in attributes, imports and texts such as those of `import_module`."""
     found = set()
@@ -26,7 +35,7 @@ def private_names(tree):
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and id(node) not in inner:
-            found.add(ast.unparse(node))
+            found.add(dotted(node))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
             found.add(node.value)
     return {name for name in found if is_private(name)}

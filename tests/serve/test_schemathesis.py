@@ -19,7 +19,7 @@ CHECKS = (
     "unsupported_method",
     "ignored_auth",
 )
-EXAMPLES = [50, pytest.param(200, marks=pytest.mark.exhaustive)]
+EXAMPLES = [15, pytest.param(200, marks=pytest.mark.exhaustive)]
 
 
 def found_by_schemathesis(server, *options, examples):

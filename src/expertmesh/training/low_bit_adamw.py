@@ -218,6 +218,19 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW of torch (fused) on this rank's shards: an element-wise update, for which DTensor need not look for a layout."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(own_part, tensors)
+        return has_complex
+
+
 def fused_adamw(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.AdamW | None:
@@ -227,7 +240,7 @@ def fused_adamw(
     """
     if not groups:
         return None
-    adamw = torch.optim.AdamW(groups, fused=True)
+    adamw = FusedAdamW(groups)
     adamw.state = optimizer.state
     return adamw
 
