@@ -28,6 +28,8 @@ class AdapterConfig(Config):
     """Whether adapters are scaled by alpha / sqrt(rank) (rsLoRA)."""
     expert_rank: int | None = Field(default=None, gt=0)
     """Rank of the adapters of routed experts; none: rank / top_k, at least 1, which gives a token the same active rank as in dense layers."""
+    dropout: float = Field(default=0.0, ge=0, le=0.99)
+    """Dropout probability on the inputs of adapters in training; not with experts among the targets."""
     targets: Annotated[tuple[str, ...], Spelling("NAME")] = (
         "attention",
         "dense",
