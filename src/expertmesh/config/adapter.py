@@ -20,6 +20,8 @@ class AdapterConfig(Config):
 
     kind: Kind = "none"
     """Trained part: all weights (none), or low-rank adapters on frozen weights (lora: Hu et al. 2022)."""
+    init_from: Annotated[str | None, Spelling("DIR")] = None
+    """Adapters to begin with: a run with adapters on the same base, or a folder of peft; their rank may be lower."""
     rank: int = Field(default=16, gt=0)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)

@@ -31,6 +31,7 @@ from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in
+from expertmesh.training.adapter_start import StartedFactors
 from expertmesh.training.place_base import packed_storage
 from expertmesh.training.state import RunProgress, TrainState
 
@@ -62,7 +63,10 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
         if not config.adapter.rests:
             run.check_trains()
         run.check_whole()
-        return family.begun_with(config, run.config, where=begin)
+        found = family.begun_with(config, run.config, where=begin)
+        if found.adapter.init_from is not None:
+            StartedFactors(found, run)
+        return found
     saved, _ = own.read_config(named)
     changes: dict[str, str | None] = {"train.init_from": str(own.path)}
     given = getattr(config.data, "encode_with", None)

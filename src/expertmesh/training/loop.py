@@ -17,6 +17,7 @@ from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, hashes_in
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.task import Batch, Begin
+from expertmesh.training.adapter_start import load_start
 from expertmesh.training.ends import EarlyEnd
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.heap import HeapTrim
@@ -166,6 +167,8 @@ class _Trainer:
         if self.plan.begin is not None:
             load_base(self.plan.begin, self.task, self.state, self.data)
         if path is None:
+            if self.plan.begin is not None:
+                load_start(self.config, self.plan.begin, self.task, self.state, self.data)
             return 0
         values = read_run_state(path)
         self.ranks.on_rank0(
