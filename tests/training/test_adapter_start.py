@@ -19,7 +19,7 @@ from expertmesh.engine.request_adapters import Adapters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.run_adapters import adapt
 from expertmesh.runs.run_dir import find_model, load_run
-from expertmesh.training.adapter_start import StartedFactors
+from expertmesh.runs.started_adapters import StartedFactors
 
 IDS = torch.arange(24).view(1, 24)
 

@@ -17,11 +17,10 @@ from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.bound_files import check_files, hashes_in
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.task import Batch, Begin
-from expertmesh.training.adapter_start import load_start
 from expertmesh.training.ends import EarlyEnd
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.heap import HeapTrim
-from expertmesh.training.init_from import kept_files, load_base
+from expertmesh.training.init_from import kept_files, load_base, load_start
 from expertmesh.training.kept_samples import Sampler, kept_samples
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
@@ -168,7 +167,7 @@ class _Trainer:
             load_base(self.plan.begin, self.task, self.state, self.data)
         if path is None:
             if self.plan.begin is not None:
-                load_start(self.config, self.plan.begin, self.task, self.state, self.data)
+                load_start(self.plan.begin, self.task, self.state, self.data)
             return 0
         values = read_run_state(path)
         self.ranks.on_rank0(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.load_pretrained import is_hub_folder
 from expertmesh.checkpoints.merged_adapters import factor_prefix, is_factor, read_factor_pairs
 from expertmesh.checkpoints.peft_folder import CONFIG, Factors, read_adapter_files, read_factors
-from expertmesh.checkpoints.source import Stored, read_into
+from expertmesh.checkpoints.source import Stored
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import expanded
@@ -20,13 +20,11 @@ from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
-from expertmesh.models.task import Task
 from expertmesh.moe.module_adapters import Adapter
 from expertmesh.runs.base_record import digest_of, read_record
 from expertmesh.runs.run_dir import Run, RunDir, find_model, load_run
 from expertmesh.spec.adapter_targets import check_targets
 from expertmesh.spec.model_spec import Parameter
-from expertmesh.training.state import TrainState
 
 _OPTION = "adapter.init_from"
 
@@ -42,8 +40,7 @@ class _Known(NamedTuple):
 class StartedFactors:
     """Factors of a run's new adapters, the first directions of which are loaded ones; a `TensorSource`.
 
-    W + s B A is that of the loaded adapter: the second factors take the ratio of the scales, and are zero in new directions.
-    A parameter without a loaded adapter has a new one.
+    W + s B A stays as loaded: the second factors take the ratio of the scales, and are zero in new directions. A parameter without a loaded adapter has a new one.
 
     Args:
         config: configuration of the run.
@@ -135,15 +132,6 @@ class StartedFactors:
             rule = f"has an adapter for each expert of {name}, and {named('adapter.shared', True)} has one for all"
             raise ConfigError(_OPTION, self.path, rule, f"leave {named('adapter.shared')} out")
         return own._replace(a_erK=own.a_erK[:1], b_eNr=own.b_eNr[:1])
-
-
-def load_start(config: RunConfig, begin: Run, task: Task, state: TrainState, data: Any) -> None:
-    """Load the adapters that a run begins with, each rank its part; every rank calls."""
-    if config.adapter.init_from is None:
-        return
-    inherited = task.builder.inherited(state.model, begin.config, data)
-    targets = {name: tensor for name, tensor in inherited.items() if is_factor(name)}
-    state.ranks.on_all(lambda: read_into(StartedFactors(config, begin), targets))
 
 
 def _read(folder: Path, model: ModelConfig) -> _Known:
