@@ -142,9 +142,10 @@ def _read(folder: Path, model: ModelConfig) -> _Known:
     """
     if (folder / CONFIG).is_file():
         files = read_adapter_files(folder)
-        base = files.values.get("base_model_name_or_path")
-        is_here = isinstance(base, str) and expanded(base).is_dir()
-        return _Known(read_factors(files, model), expanded(base) if is_here else None, None)
+        named_base = files.values.get("base_model_name_or_path")
+        base = expanded(named_base) if isinstance(named_base, str) else None
+        is_here = base is not None and base.is_dir()
+        return _Known(read_factors(files, model), base if is_here else None, None)
     if is_hub_folder(folder) or not RunDir(folder).config.is_file():
         rule = f"holds neither a run nor {CONFIG}"
         raise ConfigError(_OPTION, folder, rule, "give a run with adapters, or a folder of peft")
