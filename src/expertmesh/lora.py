@@ -12,6 +12,7 @@ Example:
     1
 """
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,12 +26,14 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.check_arguments import check_draw, check_dtype, check_module
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.module_adapters import Adapter, ModuleAdapters, adapters_in, add_low_rank
-from expertmesh.spec.adapter_targets import adaptable, check_rank, kind_of, targeted
+from expertmesh.moe.token_dropout import AdapterDropout, TokenPlaces
+from expertmesh.spec.adapter_targets import adaptable, check_dropout, check_rank, kind_of, targeted
 from expertmesh.spec.model_spec import ModelSpec
 
 _log = logging.getLogger("expertmesh.lora")
 _RANK = Number(1, fix="use 8, for example", types=WHOLE)
 _EXPERT_RANK = Number(1, fix="leave it out, for rank", types=WHOLE, optional=True)
+_DROPOUT = Number(0, 0.99, fix="use 0.05, for example")
 _ALPHA = Number(0, fix="use twice the rank, for example", is_open=True)
 
 
@@ -45,6 +48,7 @@ def add(
     targets: Sequence[str] = ("experts",),
     expert_rank: int | None = None,
     rslora: bool = False,
+    dropout: float = 0.0,
     shared: bool = False,
     freeze: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -64,6 +68,7 @@ def add(
             v_proj, mlp.experts.gate_up_proj).
         expert_rank: r of routed experts; None: rank.
         rslora: divide alpha by the square root of r (Kalajdzievski 2023).
+        dropout: share of an adapter's input that training leaves out; not with experts.
         shared: one adapter for all experts of a layer; else one per expert.
         freeze: freeze all parameters except adapters, until `merge` or `remove`, which make all of them trainable.
         dtype: dtype of the factors; matmuls use the dtype of the weights.
@@ -80,19 +85,23 @@ def add(
     _RANK.check("rank", rank)
     _EXPERT_RANK.check("expert_rank", expert_rank)
     _ALPHA.check("alpha", alpha)
+    _DROPOUT.check("dropout", dropout)
     check_dtype(dtype)
     check_draw(seed, std=None, out_std=None)
     are_names = isinstance(targets, Collection) and all(isinstance(one, str) for one in targets)
     if isinstance(targets, str) or not are_names:
         raise ConfigError(f"targets={targets!r}: must be a list of names; write ['experts']")
     sizes = {}
-    for name in targeted(_parts(model), targets):
+    names = targeted(_parts(model), targets)
+    check_dropout(dropout, names)
+    for name in names:
         r = expert_rank if expert_rank and kind_of(name) == "experts" else rank
         path, _, leaf = name.rpartition(".")
         module: Any = model.get_submodule(path)
         check_rank(r, module.matrices[leaf], of=name, is_stack=hasattr(module, "num_experts"))
         sizes[name] = Size(r, alpha / (r**0.5 if rslora else r))
-    return attach(model, sizes, shared=shared, freeze=freeze, dtype=dtype, seed=seed)
+    how: dict[str, Any] = {"dropout": dropout, "shared": shared, "freeze": freeze}
+    return attach(model, sizes, **how, dtype=dtype, seed=seed)
 
 
 class Size(NamedTuple):
@@ -106,6 +115,7 @@ def attach(
     model: nn.Module,
     sizes: Mapping[str, Size],
     *,
+    dropout: float = 0.0,
     shared: bool = False,
     freeze: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -121,17 +131,25 @@ def attach(
     seed = draw_seed() if seed is None else seed
     if freeze:
         model.requires_grad_(False)
+    places, sites = TokenPlaces(), itertools.count()
+    if dropout:
+        model.register_forward_pre_hook(places, with_kwargs=True)
     for path, own in found.items():
         module: Any = model.get_submodule(path)
         made = {}
         for leaf, size in own.items():
             weight: Tensor = getattr(module, leaf)
+            drop = None
+            if dropout:
+                of_head = kind_of(f"{path}.{leaf}") == "head"
+                drop = AdapterDropout(dropout, site=next(sites), places=places, of_head=of_head)
             made[leaf] = Adapter(
                 module.matrices[leaf],
                 num_experts=getattr(module, "num_experts", None),
                 rank=size.rank,
                 scaling=size.scaling,
                 shared=shared,
+                drop=drop,
                 device=weight.device,
                 dtype=dtype,
             )
@@ -224,6 +242,10 @@ def remove(model: nn.Module) -> int:
     is_frozen = any(module.adapters.froze_model for module in found if module.adapters)
     for module in found:
         module.adapters = None
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, TokenPlaces):
+                del module._forward_pre_hooks[key]
     if is_frozen:
         model.requires_grad_(True)
     return len(found)

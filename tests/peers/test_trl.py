@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hub_text import hub_folder
+from tests.support.trainer_step import loss_of_step
 
 from expertmesh.checkpoints.hub.load_pretrained import load_pretrained
 from expertmesh.config.text import TextConfig
@@ -18,8 +19,6 @@ from expertmesh.models.task import Part
 from expertmesh.objectives.preferences import LOSSES as PAIR_LOSSES
 from expertmesh.objectives.preferences import LossNumbers, PairScores
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.precision import resolve_precision
-from expertmesh.training.step import accumulate_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 trl = pytest.importorskip("trl", reason="trl not installed")
@@ -141,28 +140,13 @@ def test_loss_and_gradients_are_those_of_dpo_trainer(loss, models, theirs):
     found = []
     for size in (len(PAIRS), 2, 1):
         model.zero_grad()
-        losses = step_of(task, model, batch, size)
+        losses = loss_of_step(task, model, batch, size)
         assert abs(losses - float(expected)) <= 1e-5 * max(1.0, abs(float(expected)))
         for ours, other in zip(gradients(model), gradients(trainer.model), strict=True):
             assert float(other.abs().max()) > 1e-4, "a gradient that proves something"
             assert float((ours - other).abs().max()) <= 1e-5 * max(1.0, float(other.abs().max()))
         found.append(losses)
     assert max(found) - min(found) <= 1e-6 * max(found)
-
-
-def step_of(task, model, batch, size):
-    """Loss of a batch in micro-batches of a size, whose gradients stay in the model."""
-    whole = task.enrich(model, batch, 0, Ranks())
-    sums, *_ = accumulate_gradients(
-        task,
-        model,
-        whole,
-        step=0,
-        micro_batch_size=size,
-        scaler=torch.amp.GradScaler(enabled=False),
-        precision=resolve_precision(task.config.train),
-    )
-    return float(sums[0])
 
 
 def test_rows_are_those_of_trl(theirs, models, tmp_path):

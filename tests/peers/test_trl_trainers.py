@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hub_text import hub_folder
+from tests.support.trainer_step import loss_of_step
 
 from expertmesh import lora
 from expertmesh.checkpoints.hub.load_pretrained import load_pretrained
@@ -16,11 +17,8 @@ from expertmesh.integrations.peft import save_adapters
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.preference_task import PreferenceTask
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.parallel.ranks import Ranks
 from expertmesh.rl.batch import DrawnAnswer, batch_of_answers
 from expertmesh.rl.policy_task import PolicyTask
-from expertmesh.runs.precision import resolve_precision
-from expertmesh.training.step import accumulate_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 trl = pytest.importorskip("trl", reason="trl not installed")
@@ -185,23 +183,11 @@ def config_of(objective, model, folder, dtype="float32"):
 TASKS = {"sft": GPTTask, "dpo": PreferenceTask, "grpo": PolicyTask}
 
 
-def ours(objective, model, batch, folder, size):
-    """Loss of the trainer's own step in micro-batches of a size, whose gradients stay in the model."""
+def learned(objective, model, batch, folder, size):
+    """Loss of an objective's step of our trainer in micro-batches of a size, whose gradients stay in the model."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     task = TASKS[objective](config_of(objective, model.config, folder, dtype))
-    if objective == "dpo":
-        batch = task.enrich(model, batch, 0, Ranks())
-    model.zero_grad()
-    sums, *_ = accumulate_gradients(
-        task,
-        model,
-        batch,
-        step=0,
-        micro_batch_size=size,
-        scaler=torch.amp.GradScaler(enabled=False),
-        precision=resolve_precision(task.config.train),
-    )
-    return float(sums[0])
+    return loss_of_step(task, model, batch, size, enriches=objective == "dpo")
 
 
 def assert_equal_gradients(found, expected, exact):
@@ -229,10 +215,10 @@ def test_adapters_learn_as_with_trl_and_peft(objective, adapted, folder, tmp_pat
     expected, batch = theirs(objective, other, tmp_path)
     grads = {name.replace(".default.", "."): p.grad for name, p in other.named_parameters() if p.requires_grad}
     in_fp64 = copy.deepcopy(model).double()
-    ours(objective, in_fp64, batch, folder, 1)
+    learned(objective, in_fp64, batch, folder, 1)
     exact, _ = in_common(in_fp64, grads, place)
     for size in (4 if objective == "sft" else 2, 1):
-        found = ours(objective, model, batch, folder, size)
+        found = learned(objective, model, batch, folder, size)
         assert abs(found - expected) <= FP32 * max(1.0, abs(expected)), (found, expected)
         assert_equal_gradients(*in_common(model, grads, place), exact)
 
@@ -269,7 +255,7 @@ def test_all_weights_learn_as_with_trl(objective, folder, tmp_path):
     other = AutoModelForCausalLM.from_pretrained(folder)
     expected, batch = theirs(objective, other, tmp_path / "out")
     model = load_pretrained(folder).eval()
-    found = ours(objective, model, batch, folder, 1)
+    found = learned(objective, model, batch, folder, 1)
     assert abs(found - expected) <= FP32 * max(1.0, abs(expected)), (found, expected)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -279,6 +265,6 @@ def test_all_weights_learn_as_with_trl(objective, folder, tmp_path):
     read = dict(load_pretrained(tmp_path / "gradients").named_parameters())
     own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     in_fp64 = load_pretrained(folder).double().eval()
-    ours(objective, in_fp64, batch, folder, 1)
+    learned(objective, in_fp64, batch, folder, 1)
     exact = {n: p.grad for n, p in in_fp64.named_parameters() if p.grad is not None}
     assert_equal_gradients(own, {n: read[n].detach() for n in own}, exact)

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 
 import pytest
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hub_text import hub_folder
 from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 from tokenizers import Tokenizer, decoders, models
@@ -16,7 +17,8 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.start_training import parse_and_begin
 from expertmesh.cli.train import run as train_verb
 from expertmesh.config.run import with_epochs
-from expertmesh.errors import ConfigError
+from expertmesh.data.text import text_data
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.runs.run_dir import RunDir
@@ -256,3 +258,61 @@ def test_a_mixtral_with_its_tokenizer_is_fine_tuned(made, tmp_path, capsys):
     assert train_verb([str(base), *places, *options, "--train.no-tensorboard"]) == 0
     (line, *_) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert 0 < line["initial_eval_bits_per_byte"] < 100
+
+
+def talks(folder, turns):
+    """A file of conversations with equal answers."""
+    answer, path = {"role": "assistant", "content": "well"}, folder / "chats.jsonl"
+    each = ([{"role": "user", "content": f"say {n}"}, answer] * turns for n in range(30))
+    path.write_text("\n".join(json.dumps({"messages": one}) for one in each))
+    return path
+
+
+ENDLESS = {
+    "one turn": (1, "{{ m['role'] + ': ' + m['content'] }}"),
+    "several turns": (3, "{{ m['role'] + ': ' + m['content'] + '\n' }}"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_an_end_of_answers_learns_the_end_of_text(name, tmp_path):
+    """Every answer is learned with an end, in a row of its own where the template has none between turns."""
+    turns, message = ENDLESS[name]
+    asked = "{% if add_generation_prompt %}assistant: {% endif %}"
+    template = "{% for m in messages %}" + message + "{% endfor %}" + asked
+    base = hub_folder(tmp_path / "tiny", options={"chat_template": template})
+    path = talks(tmp_path, turns)
+    places = ["--train.run-dir", f"{tmp_path}/run", "--data.cache-dir", f"{tmp_path}/cache"]
+    words = [str(base), *places, "--data.path", str(path), "--train.device", "cpu"]
+    config = parse_and_begin([*words, "--train.steps", "1"]).config
+    data = text_data(config.data, vocab_size=config.model.vocab_size, seed=0, objective="sft")
+    _, targets_BS, more = data.batch(0, 12)
+    end = byte_tokenizer().token_to_id("<|endoftext|>")
+    for targets_S, counts_S in zip(targets_BS, more["counts"], strict=True):
+        learned = targets_S[counts_S].tolist()
+        assert learned.count(end) == 1 and learned[-1] == end
+        assert byte_tokenizer().decode(learned[:-1]).strip() == "well"
+
+
+def test_a_tokenizer_without_an_end_of_text_is_one_line(tmp_path, words_of_end):
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        train_verb(words_of_end)
+    assert "end of" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture
+def words_of_end(tmp_path):
+    """Words of a run whose tokenizer names no end."""
+    base = hub_folder(tmp_path / "tiny")
+    values = json.loads((base / "tokenizer.json").read_text())
+    for token in values["added_tokens"]:
+        token["content"] = token["content"].replace("<|endoftext|>", "<|nothing|>")
+    values["model"]["vocab"] = {
+        k.replace("<|endoftext|>", "<|nothing|>"): v for k, v in values["model"]["vocab"].items()
+    }
+    (base / "tokenizer.json").write_text(json.dumps(values))
+    (base / "tokenizer_config.json").write_text("{}")
+    path = talks(tmp_path, 1)
+    places = ["--train.run-dir", f"{tmp_path}/run", "--data.cache-dir", f"{tmp_path}/cache"]
+    more = ["--train.device", "cpu", "--train.steps", "1", "--train.no-tensorboard"]
+    return [str(base), *places, "--data.path", str(path), *more]

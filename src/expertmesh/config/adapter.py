@@ -20,6 +20,8 @@ class AdapterConfig(Config):
 
     kind: Kind = "none"
     """Trained part: all weights (none), or low-rank adapters on frozen weights (lora: Hu et al. 2022)."""
+    init_from: Annotated[str | None, Spelling("DIR")] = None
+    """Adapters to begin with: a run with adapters on the same base, or a folder of peft; their rank may be lower."""
     rank: int = Field(default=16, gt=0)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
@@ -28,6 +30,8 @@ class AdapterConfig(Config):
     """Whether adapters are scaled by alpha / sqrt(rank) (rsLoRA)."""
     expert_rank: int | None = Field(default=None, gt=0)
     """Rank of the adapters of routed experts; none: rank / top_k, at least 1, which gives a token the same active rank as in dense layers."""
+    dropout: float = Field(default=0.0, ge=0, le=0.99)
+    """Dropout probability on the inputs of adapters in training; not with experts among the targets."""
     targets: Annotated[tuple[str, ...], Spelling("NAME")] = (
         "attention",
         "dense",

@@ -10,6 +10,7 @@ from expertmesh.errors import named
 _SAME: dict[str, str] = {
     "adapter.alpha": "lora_alpha",
     "adapter.rank": "r lora_r lora_rank",
+    "adapter.dropout": "lora_dropout",
     "adapter.expert_rank": "rank_pattern",
     "adapter.rslora": "use_rslora peft_use_rslora",
     "adapter.targets": "target_modules target_parameters lora_target_modules lora_target_parameters"
@@ -83,7 +84,6 @@ ABSENT = {
     "init_lora_weights": "leave it out: A is drawn from N(0, 1 / columns), and B is 0",
     "load_best_model_at_end": "leave it out: the best checkpoint is kept, and opened by generate and convert",
     "loftq_config": "leave it out: B is 0 at first, over a rounded base as well",
-    "lora_dropout": "leave it out: adapters have no dropout, as peft's on experts",
     "lora_target_experts": f"use {named('adapter.targets', 'experts')}",
     "model_name": _WORD,
     "model_name_or_path": _WORD,

@@ -138,6 +138,12 @@ def check_rl(run: Any) -> None:
             "leave one of them out",
         ),
         (
+            not (run.rl.kl_beta and run.adapter.init_from),
+            "rl.kl_beta",
+            f"has the model without its adapters as reference, and {named('adapter.init_from')} begins with some",
+            "merge them first (expertmesh convert), and begin with that folder and new adapters",
+        ),
+        (
             not run.data.document_mask,
             "data.document_mask",
             f"has no effect with {name}",

@@ -21,6 +21,7 @@ def adapt(model: nn.Module, config: RunConfig, *, dtype: torch.dtype) -> None:
         "rslora": options.rslora,
         "expert_rank": options.expert_rank_of(getattr(moe, "top_k", 1)),
         "targets": options.targets,
+        "dropout": options.dropout,
         "shared": options.shared,
     }
     wide = torch.promote_types(dtype, torch.float32)

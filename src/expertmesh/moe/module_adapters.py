@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.init import init_normal_
+from expertmesh.moe.token_dropout import AdapterDropout
 from expertmesh.ops.experts.call import LowRank
 
 TARGETS = ("weight", "w_in", "w_out")
@@ -32,11 +33,13 @@ class Adapter(nn.Module):
         rank: int,  # r
         scaling: float,  # s
         shared: bool = False,  # whether all experts share it
+        drop: AdapterDropout | None = None,  # dropout of its input in training
         device: torch.device | str | None = None,  # device of the factors
         dtype: torch.dtype | None = None,  # type of the factors
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.num_experts = rank, scaling, num_experts
+        self.drop = drop
         self.shared = shared or num_experts is None
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         *rows, columns = shape if num_experts is None else shape[1:]
@@ -54,13 +57,15 @@ class Adapter(nn.Module):
 
     def forward(self) -> LowRank:
         """The adapter as the experts' operators take it."""
-        return LowRank(*self.factors(), self.scaling, self.shared)
+        return LowRank(*self.factors(), self.scaling, self.shared, self.drop)
 
     def reset(self, seed: int, name: str) -> None:
         """Draw A from N(0, 1 / K) and set B to zero; the numbers depend on seed and name only."""
         std, per_expert = self.a.shape[-1] ** -0.5, not self.shared
         init_normal_(self.a, std=std, seed=seed, name=f"{name}.a", per_expert=per_expert)
         nn.init.zeros_(self.b)
+        if self.drop is not None:
+            self.drop.reset()
 
     def cut(self, axis: int) -> tuple[str, int]:
         """Factor and its axis that are cut where W is cut along an axis."""

@@ -145,6 +145,7 @@ def low_rank_rows(
 ) -> tuple[Tensor, Tensor]:
     """s x A^T (..., r) of rows x (..., K), and B (N, r), of the adapter of one matrix."""
     a_rK, b_Nr = (factor[0].to(x.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+    x = x if adapter.drop is None else adapter.drop(x)
     return linear(x, a_rK, **how) * adapter.scaling, b_Nr
 
 

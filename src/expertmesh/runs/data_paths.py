@@ -12,7 +12,7 @@ from expertmesh.runs.run_dir import Run
 
 _NAMES = (
     *("data.path", "data.encode_with", "data.tokenizer", "data.cache_dir"),
-    *("train.init_from", "train.branch_from", "distill.teacher"),
+    *("train.init_from", "train.branch_from", "adapter.init_from", "distill.teacher"),
 )
 """Options that name files and folders."""
 

@@ -86,6 +86,7 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
                 rule = "has no effect without adapters of routed experts"
                 fix = f"leave it out, or name experts in {named('adapter.targets')}"
                 raise ConfigError(f"adapter.{option}", value, rule, fix)
+    check_dropout(config.dropout, names, option="adapter.dropout")
     for name in names:
         one, rank, option = spec.by_name[name], config.rank, "adapter.rank"
         if one.is_expert and config.expert_rank:
@@ -94,6 +95,19 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
             rank = config.expert_rank_of(spec.experts_per_token)
         check_rank(rank, one.shape, of=name, is_stack=one.is_expert, option=option)
     return names
+
+
+def check_dropout(dropout: float, names: Sequence[str], *, option: str = "dropout") -> None:
+    """Refuse dropout of the inputs of routed experts' adapters, as peft does.
+
+    Raises:
+        ConfigError: there are such adapters.
+    """
+    experts = next((name for name in names if kind_of(name) == "experts"), None)
+    if dropout and experts is not None:
+        rule = f"is of adapters of dense matrices only, and {experts} is of routed experts"
+        fix = f"use 0, or leave experts out of {option.replace('dropout', 'targets')}"
+        raise ConfigError(option, dropout, rule, fix)
 
 
 def check_rank(

@@ -11,6 +11,7 @@ from torch import nn
 
 from expertmesh.checkpoints.dcp import Make
 from expertmesh.checkpoints.merged_adapters import is_factor
+from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
@@ -28,6 +29,7 @@ from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.base_record import base_record
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
+from expertmesh.runs.started_adapters import StartedFactors
 from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in
@@ -62,7 +64,10 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
         if not config.adapter.rests:
             run.check_trains()
         run.check_whole()
-        return family.begun_with(config, run.config, where=begin)
+        found = family.begun_with(config, run.config, where=begin)
+        if found.adapter.init_from is not None:
+            StartedFactors(found, run)
+        return found
     saved, _ = own.read_config(named)
     changes: dict[str, str | None] = {"train.init_from": str(own.path)}
     given = getattr(config.data, "encode_with", None)
@@ -106,6 +111,16 @@ def load_base(begin: Run, task: Task, state: TrainState, data: Data) -> None:
     state.ranks.on_all(lambda: begin.load_into(targets))
     if task.config.adapter.rests:
         state.base = state.ranks.on_rank0(lambda: base_record(begin))
+
+
+def load_start(begin: Run, task: Task, state: TrainState, data: Data) -> None:
+    """Load the adapters that a run begins with, if it names some, each rank its part."""
+    config: RunConfig = task.config
+    if config.adapter.init_from is None:
+        return
+    inherited = task.builder.inherited(state.model, begin.config, data)
+    targets = {name: tensor for name, tensor in inherited.items() if is_factor(name)}
+    state.ranks.on_all(lambda: read_into(StartedFactors(config, begin), targets))
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:

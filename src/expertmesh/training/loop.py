@@ -20,7 +20,7 @@ from expertmesh.models.task import Batch, Begin
 from expertmesh.training.ends import EarlyEnd
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.heap import HeapTrim
-from expertmesh.training.init_from import kept_files, load_base
+from expertmesh.training.init_from import kept_files, load_base, load_start
 from expertmesh.training.kept_samples import Sampler, kept_samples
 from expertmesh.training.lost_rows import lost_rows
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
@@ -166,6 +166,8 @@ class _Trainer:
         if self.plan.begin is not None:
             load_base(self.plan.begin, self.task, self.state, self.data)
         if path is None:
+            if self.plan.begin is not None:
+                load_start(self.plan.begin, self.task, self.state, self.data)
             return 0
         values = read_run_state(path)
         self.ranks.on_rank0(

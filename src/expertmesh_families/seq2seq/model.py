@@ -23,6 +23,7 @@ from expertmesh.models.layers import (
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.large_sizes import names_large_sizes
+from expertmesh.moe.token_dropout import TokenDropout
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.attention.dense import attention
 from expertmesh.ops.attention.visible import Visible, visible_source
@@ -36,7 +37,6 @@ from expertmesh_families.seq2seq.cache import Seq2SeqCache
 from expertmesh_families.seq2seq.config import Seq2SeqConfig
 from expertmesh_families.seq2seq.positions import UntiedPositions
 from expertmesh_families.seq2seq.spec import seq2seq_spec
-from expertmesh_families.seq2seq.token_dropout import TokenDropout
 
 _INDEX = Arg("T", INTEGERS, "one per token")
 _PLACES = Arg("N", IDS, "one per logit", below="T", fix="give places in target_BS.flatten()")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertmesh.models.keyed import Keyed
+from expertmesh.moe.keyed import Keyed
 from expertmesh.moe.routing_noise import random_bits, uniform
 
 STREAM_DROP_PATH = 17

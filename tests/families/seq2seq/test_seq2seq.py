@@ -15,6 +15,7 @@ from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.task import Part
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.routing_noise import key_noise
+from expertmesh.moe.token_dropout import TokenDropout
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.param_groups import parameter_roles
 from expertmesh_families.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
@@ -23,7 +24,6 @@ from expertmesh_families.seq2seq.model import Seq2Seq
 from expertmesh_families.seq2seq.recipes import RECIPES
 from expertmesh_families.seq2seq.spec import seq2seq_spec
 from expertmesh_families.seq2seq.task import Seq2SeqTask
-from expertmesh_families.seq2seq.token_dropout import TokenDropout
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]
 TARGETS = [[0, 5, 260, 17], [0, 9, 12, 4, 44, 7], [0, 20]]

@@ -292,6 +292,20 @@ class GPTRunConfig(RunConfig):
             f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} compares the bits",
             f"use 1, or {named('rl.exact', False)}",
         )
+        if self.adapter.dropout:
+            evaluates = self.objective.name in LEARNING_RATES
+            self.require(
+                not evaluates,
+                "adapter.dropout",
+                f"has no effect with {named('objective.name', self.objective.name)}, which computes as in evaluation",
+                "leave it out",
+            )
+            self.require(
+                self.parallel.tp_degree == 1,
+                "adapter.dropout",
+                f"is drawn for whole inputs, and {named('parallel.tp_degree', self.parallel.tp_degree)} cuts them",
+                f"use 0, or {named('parallel.tp_degree', 1)}",
+            )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(
             given in (0, 1, layers),

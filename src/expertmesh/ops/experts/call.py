@@ -27,6 +27,7 @@ class LowRank(NamedTuple):
     b_ENr: Tensor  # (E, N, r), or (1, N, r)
     scaling: float  # s
     is_shared: bool  # whether all experts share it
+    drop: Callable[[Tensor], Tensor] | None = None  # dropout of its input, of a dense matrix
 
 
 class AdapterRun(NamedTuple):
