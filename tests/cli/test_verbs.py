@@ -119,7 +119,7 @@ SHOWN = {
     "sweep": (["--rates RATE ..."], ["--optim.lr ", "--train.resume", "--dry-run "]),
     "evaluate": (["RUN --tasks FILE ..."], []),
     "experts": (["layer; required by prune"], ["may be repeated"]),
-    "plan": (["devices; --serve needs this or --token-ms", "--set OPTION=VALUE"], []),
+    "plan": (["sequences; --serve needs this or --token-ms", "--set OPTION=VALUE"], []),
     "convert": ([], ["hugging Face"]),
 }
 SHOWN |= (
