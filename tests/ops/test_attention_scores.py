@@ -17,8 +17,8 @@ from expertmesh.engine.kv_cache import PagedCache, PagedContext
 from expertmesh.kernels.cpu.library import loaded
 from expertmesh.models.attention import DenseContext
 from expertmesh.ops import native_linear
-from expertmesh.ops.attention import blocks as in_blocks
 from expertmesh.ops.attention import paged_native
+from expertmesh.ops.attention import query_blocks as in_blocks
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import visible

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import Sums, assert_two_times
 
-from expertmesh.ops.attention import blocks as in_blocks
 from expertmesh.ops.attention import dense
+from expertmesh.ops.attention import query_blocks as in_blocks
 from expertmesh.ops.attention.visible import Visible
 
 

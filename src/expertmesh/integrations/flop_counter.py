@@ -19,7 +19,7 @@ import torch
 import torch.utils.flop_counter
 
 # These imports define the operators.
-import expertmesh.ops.attention.blocks
+import expertmesh.ops.attention.query_blocks
 import expertmesh.ops.experts.adapted_linear
 import expertmesh.ops.experts.grouped_linear
 import expertmesh.ops.experts.operator

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from expertmesh.ops import native_linear, native_rows
 from expertmesh.ops.activation import activate
-from expertmesh.ops.attention import blocks as attention_in_blocks
 from expertmesh.ops.attention import dense as dense_attention
+from expertmesh.ops.attention import query_blocks as attention_in_blocks
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.cpu import norms, products

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.attention import blocks
+from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
 
@@ -128,7 +128,7 @@ class AttentionProbe:
         elif window is not None:
             seen = seen & (keys_at > at - window)
         visible = Visible(len(at), is_causal=False, mask=seen.expand(1, 1, *seen.shape))
-        return blocks.attention(query, key, value, visible, rule)
+        return query_blocks.attention(query, key, value, visible, rule)
 
     def rules(self, name: str) -> tuple[ScoreRule, ...]:
         """Window or chunk of each layer.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import blocks
+from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import ScoreRule, in_window
 from expertmesh.ops.attention.visible import Visible
 
@@ -26,10 +26,10 @@ def attention(
     """
     if rule is not None:
         if not rule.is_plain:
-            return blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
+            return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible, rule)
         visible = in_window(visible, rule, num_keys=k_BHLd.shape[2], device=k_BHLd.device)
     if is_faster_in_blocks(q_BHSd, k_BHLd, visible):
-        return blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible)
+        return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible)
     mask = visible.mask
     # A single new token attends to all keys so far, so it needs no mask. A branch, because with dynamic shapes the
     # condition would be a symbol, which the operator refuses.
@@ -46,7 +46,7 @@ def attention(
 
 def is_faster_in_blocks(q_BHSd: Tensor, k_BHLd: Tensor, visible: Visible) -> bool:
     """Whether blocks are faster than PyTorch's (docs/log.md): short sequences on a CPU, causal in BF16 or masked in training."""
-    if not blocks.is_short(q_BHSd, k_BHLd) or q_BHSd.numel() == 0:
+    if not query_blocks.is_short(q_BHSd, k_BHLd) or q_BHSd.numel() == 0:
         return False
     if visible.mask is not None:
         return torch.is_grad_enabled() and q_BHSd.requires_grad

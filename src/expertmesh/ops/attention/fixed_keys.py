@@ -27,7 +27,7 @@ def attention(
     first_B: Tensor | None,
     rule: ScoreRule,
 ) -> Tensor:
-    """Compute (B, H, S, d) attention under a mask, see `blocks.attention`; of the rule, the soft cap and sinks are read."""
+    """Compute (B, H, S, d) attention under a mask, see `query_blocks.attention`; of the rule, the soft cap and sinks are read."""
     (B, H, S, d), heads, L = q_BHSd.shape, k_BhLd.shape[1], k_BhLd.shape[2]
     group, dtype = H // heads, accumulate_dtype(q_BHSd.dtype)
     num_blocks = -(-L // BLOCK_KEYS)

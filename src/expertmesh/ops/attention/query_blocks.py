@@ -89,7 +89,7 @@ class _Span(NamedTuple):
     keys: slice
 
 
-class _Part(NamedTuple):
+class _HeadGroup(NamedTuple):
     """Sequences and key heads that are computed at once, Z of both."""
 
     sequences: slice
@@ -97,7 +97,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Operands:
     """Operands of one call; queries by key head, sinks in the accumulation dtype. See `Visible` and `ScoreRule`."""
 
     q_BhGSd: Tensor
@@ -121,12 +121,12 @@ class _Call:
         window: int | None,
         chunk: int | None,
         softcap: float | None,
-    ) -> "_Call":
+    ) -> "_Operands":
         h, dtype = k_BhLd.shape[1], accumulate_dtype(q_BHSd.dtype)
         sinks_hG = None if sinks_H is None else sinks_H.to(dtype).view(h, -1)
         rule = ScoreRule(window=window, chunk=chunk, softcap=softcap)
         q_BhGSd = q_BHSd.unflatten(1, (h, -1))
-        return _Call(q_BhGSd, k_BhLd, v_BhLd, sinks_hG, mask, is_causal, rule, dtype)
+        return _Operands(q_BhGSd, k_BhLd, v_BhLd, sinks_hG, mask, is_causal, rule, dtype)
 
     def spans(self) -> list[_Span]:
         """Spans that cover the queries, the last first: if there is no window, it sees all keys."""
@@ -139,7 +139,7 @@ class _Call:
             spans.append(_Span(slice(start, stop), keys))
         return spans[::-1]
 
-    def parts(self, spans: list[_Span]) -> Iterator[_Part]:
+    def parts(self, spans: list[_Span]) -> Iterator[_HeadGroup]:
         """Parts of the call, each with all spans."""
         B, h, G, _, d = self.q_BhGSd.shape
         most = BLOCK_SCORES if self.q_BhGSd.device.type == "cpu" else GPU_BLOCK_SCORES
@@ -148,18 +148,18 @@ class _Call:
         sequences, heads = max(at_once // h, 1), min(at_once, h)
         for b in range(0, B, sequences):
             for i in range(0, h, heads):
-                yield _Part(slice(b, min(b + sequences, B)), slice(i, min(i + heads, h)))
+                yield _HeadGroup(slice(b, min(b + sequences, B)), slice(i, min(i + heads, h)))
 
     def num_kept(self) -> int:
         """Probabilities of all blocks."""
         columns = [_size(q) * (_size(k) + (self.sinks_hG is not None)) for q, k in self.spans()]
         return prod(self.q_BhGSd.shape[:3]) * sum(columns)
 
-    def rows(self, t_BhGSd: Tensor, part: _Part, span: _Span) -> Tensor:
+    def rows(self, t_BhGSd: Tensor, part: _HeadGroup, span: _Span) -> Tensor:
         """(Z, R, d) rows of a block, R = G * queries."""
         return t_BhGSd[part.sequences, part.heads, :, span.queries].flatten(2, 3).flatten(0, 1)
 
-    def scores(self, q_ZRd: Tensor, k_ZLd: Tensor, part: _Part, span: _Span) -> Tensor:
+    def scores(self, q_ZRd: Tensor, k_ZLd: Tensor, part: _HeadGroup, span: _Span) -> Tensor:
         """(Z, R, L) capped scores, with one more column if there are sinks; -inf for hidden keys.
 
         A query that sees no key sees all, so that its probabilities are finite.
@@ -182,7 +182,7 @@ class _Call:
             s_ZRL = torch.cat((s_ZRL, sinks_ZR[..., None]), -1)
         return s_ZRL
 
-    def without_blind(self, y_ZRd: Tensor, part: _Part, span: _Span) -> Tensor:
+    def without_blind(self, y_ZRd: Tensor, part: _HeadGroup, span: _Span) -> Tensor:
         """Rows with 0 for queries that see no key."""
         hidden = None if self.mask is None else self._hidden(part, span)
         if hidden is None:
@@ -192,7 +192,7 @@ class _Call:
             return y_ZRd
         return _by_head(y_ZRd, part, span).masked_fill(blind, 0).view(y_ZRd.shape)
 
-    def _hidden(self, part: _Part, span: _Span) -> Tensor | None:
+    def _hidden(self, part: _HeadGroup, span: _Span) -> Tensor | None:
         """Bool, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is hidden."""
         found = None
         if self.mask is not None:
@@ -225,12 +225,12 @@ def _softmax(s_ZRL: Tensor, out: Tensor | None = None) -> Tensor:
     return out.copy_(torch.softmax(s_ZRL, -1))
 
 
-def _by_head(t_ZRd: Tensor, part: _Part, span: _Span) -> Tensor:
+def _by_head(t_ZRd: Tensor, part: _HeadGroup, span: _Span) -> Tensor:
     """(B, h, G, S, d) view of a block's rows."""
     return t_ZRd.unflatten(0, (-1, _size(part.heads))).unflatten(2, (-1, _size(span.queries)))
 
 
-def _flat(t_BhLd: Tensor, part: _Part) -> Tensor:
+def _flat(t_BhLd: Tensor, part: _HeadGroup) -> Tensor:
     """(Z, L, d) keys or values of a part."""
     return t_BhLd[part].flatten(0, 1)
 
@@ -241,7 +241,7 @@ def _forward(q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, *more: Any) -> tupl
     if is_invariant:
         return _invariant(q_BHSd, k_BhLd, v_BhLd, *rule), q_BHSd.new_empty(0)
     with without_autocast(q_BHSd.device):
-        call = _Call.of(q_BHSd, k_BhLd, v_BhLd, *rule)
+        call = _Operands.of(q_BHSd, k_BhLd, v_BhLd, *rule)
         y_BHSd = _empty(q_BHSd, v_BhLd)
         y_BhGSd = y_BHSd.unflatten(1, (k_BhLd.shape[1], -1))
         kept, place = q_BHSd.new_empty(call.num_kept() if keeps else 0), 0
@@ -281,7 +281,7 @@ def _invariant(
     chunk: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention whose sums have one order: the kernel's in C, or that of fixed blocks of keys."""
+    """Attention in one order of sums: by the kernel in C, or by fixed blocks of keys."""
     (B, _, S, _), L, device = q_BHSd.shape, k_BhLd.shape[2], q_BHSd.device
     rule = ScoreRule(window=window, chunk=chunk, softcap=softcap, sinks_H=sinks_H)
     is_native = paged_native.serves(q_BHSd, k_BhLd, v_BhLd)
@@ -302,7 +302,7 @@ def _gradients(
     """Gradients of queries, keys, values and, if given, sinks."""
     h, own = k_BhLd.shape[1], q_BHSd.dtype
     with without_autocast(q_BHSd.device):
-        call = _Call.of(q_BHSd, k_BhLd, v_BhLd, *rule)
+        call = _Operands.of(q_BHSd, k_BhLd, v_BhLd, *rule)
         grad_BhGSd = grad_BHSd.unflatten(1, (h, -1))
         d_q, d_k, d_v = (
             torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -370,7 +370,7 @@ class _Sum:
 
 
 def _score_gradients(
-    call: _Call, grad_ZRd: Tensor, p: Tensor, scores: Tensor | None, v_ZLd: Tensor
+    call: _Operands, grad_ZRd: Tensor, p: Tensor, scores: Tensor | None, v_ZLd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of scores, divided by sqrt(d), and of sinks, (Z, R, 0) without them."""
     L, scale, dtype = v_ZLd.shape[1], call.q_BhGSd.shape[-1] ** -0.5, call.dtype
@@ -404,7 +404,9 @@ _attention_backward = torch.library.custom_op(
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return _empty(q, v), q.new_empty(_Call.of(q, k, v, *more[:-2]).num_kept() if more[-1] else 0)
+    return _empty(q, v), q.new_empty(
+        _Operands.of(q, k, v, *more[:-2]).num_kept() if more[-1] else 0
+    )
 
 
 @_attention_backward.register_fake
