@@ -25,6 +25,7 @@ from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.rules import check_arguments, check_used
+from expertmesh.integrations.kept_marks import KeptMarks
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
@@ -40,7 +41,7 @@ class GateOptions(SimpleNamespace):
     """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
 
 
-class DeepSpeedLayer(MoELayer):
+class DeepSpeedLayer(KeptMarks, MoELayer):
     """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them."""
 
     gate: GateOptions  # its options and linear map

@@ -25,6 +25,7 @@ from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice, check_type
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.kept_marks import KeptMarks
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.builtin import EXPERTS, make_experts, make_gate
 from expertmesh.integrations.tutel.custom_layer import CustomLayer
@@ -58,7 +59,7 @@ class GroupedGate(NamedTuple):
     """The map from tokens to logits; None: of type "cosine_top"."""
 
 
-class MOELayer(nn.Module):
+class MOELayer(KeptMarks):
     """MoE layer with the interface of Tutel's `moe_layer`.
 
     If torch.distributed is initialised, the experts are sharded over the ranks of `group` at construction. The
