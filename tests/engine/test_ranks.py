@@ -82,13 +82,15 @@ def compared(cases):
     return found
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_same_tokens_as_one_process(num_ranks, two_ranks, four_ranks):
+def test_same_tokens_as_one_process(num_ranks, rounds, two_ranks, four_ranks):
+    """Each share of the model once, models, draws and engines by turns; every share with other ones in further rounds."""
     models, params = itertools.cycle(MODELS.values()), itertools.cycle((PARAMS, DRAWN))
     engines = itertools.cycle(({}, {"num_blocks": 14}, {"num_draft_tokens": 2}))
     cases = [
         (next(models), "float64", next(params), parallel, next(engines))
-        for parallel in SHARES[num_ranks] * 3
+        for parallel in SHARES[num_ranks] * rounds
     ]
     found, *_ = {2: two_ranks, 4: four_ranks}[num_ranks].run(compared, cases)
     for case, (same, far) in zip(cases, found, strict=True):

@@ -219,7 +219,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW of torch (fused) on this rank's shards: an element-wise update, for which DTensor need not look for a layout."""
+    """Fused AdamW of torch on this rank's shards; DTensor would look for a layout of each call."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
