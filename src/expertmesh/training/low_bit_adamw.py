@@ -218,19 +218,6 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """Fused AdamW of torch on this rank's shards; DTensor would look for a layout of each call."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, fused=True, **options)
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(own_part, tensors)
-        return has_complex
-
-
 def fused_adamw(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.AdamW | None:
@@ -240,7 +227,7 @@ def fused_adamw(
     """
     if not groups:
         return None
-    adamw = FusedAdamW(groups)
+    adamw = torch.optim.AdamW(groups, fused=True)
     adamw.state = optimizer.state
     return adamw
 

@@ -12,7 +12,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.spec.moments import FEWEST_ELEMENTS
 from expertmesh.training.fused import fused_halves
-from expertmesh.training.low_bit_adamw import FusedAdamW, LowBitAdamW
+from expertmesh.training.low_bit_adamw import LowBitAdamW
 from expertmesh.training.moment_types import CODES, kept_as
 from expertmesh.training.muon import Muon
 from expertmesh.training.param_groups import DECAYED, parameter_roles
@@ -107,7 +107,7 @@ def build_optimizer(
         return TorchaoAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     if is_compact:
         return LowBitAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
-    return FusedAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
+    return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
