@@ -7,6 +7,7 @@ from torch import Tensor
 from expertmesh.ops.attention import query_blocks
 from expertmesh.ops.attention.scores import ScoreRule, in_window
 from expertmesh.ops.attention.visible import Visible
+from expertmesh.ops.dtypes import accumulate_dtype
 
 
 def attention(
@@ -31,6 +32,8 @@ def attention(
     if is_faster_in_blocks(q_BHSd, k_BHLd, visible):
         return query_blocks.attention(q_BHSd, k_BHLd, v_BHLd, visible)
     mask = visible.mask
+    if mask is not None and _is_faster_by_products(q_BHSd, k_BHLd):
+        return _products(q_BHSd, k_BHLd, v_BHLd, mask)
     # A single new token attends to all keys so far, so it needs no mask. A branch, because with dynamic shapes the
     # condition would be a symbol, which the operator refuses.
     causal = False
@@ -45,13 +48,23 @@ def attention(
 
 
 def is_faster_in_blocks(q_BHSd: Tensor, k_BHLd: Tensor, visible: Visible) -> bool:
-    """Whether blocks are faster than PyTorch's (docs/log.md): short sequences on a CPU, causal in BF16 or masked in training."""
-    if not query_blocks.is_short(q_BHSd, k_BHLd) or q_BHSd.numel() == 0:
+    """Whether blocks are faster than PyTorch's (docs/log.md): short causal sequences in BF16 on a CPU."""
+    if visible.mask is not None or not query_blocks.is_short(q_BHSd, k_BHLd) or q_BHSd.numel() == 0:
         return False
-    if visible.mask is not None:
-        return torch.is_grad_enabled() and q_BHSd.requires_grad
     S = q_BHSd.shape[2]
     return visible.is_causal and q_BHSd.dtype == torch.bfloat16 and 1 < S == k_BHLd.shape[2]
+
+
+def _is_faster_by_products(q_BHSd: Tensor, k_BHLd: Tensor) -> bool:
+    """Whether masked sequences learn faster by products; PyTorch's backward of short ones takes up to ten times as long."""
+    is_learned = torch.is_grad_enabled() and q_BHSd.requires_grad
+    return is_learned and q_BHSd.shape[1] == k_BHLd.shape[1] and query_blocks.is_short(q_BHSd, k_BHLd)
+
+
+def _products(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, mask: Tensor) -> Tensor:
+    scores = (q_BHSd * q_BHSd.shape[-1] ** -0.5) @ k_BHLd.mT
+    dtype = accumulate_dtype(scores.dtype)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=dtype).to(v_BHLd.dtype) @ v_BHLd
 
 
 def _one_query(q_BH1d: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor | None) -> Tensor:
