@@ -2,8 +2,8 @@
 
 import os
 
-# Before torch is loaded, and for all that tests start. One thread per process unless asked for more: repeatable sums, and no fight
-# between the workers of xdist. Threads that wait sleep, or the others of a busy machine wait for them.
+# Before torch is loaded, and for all that tests start. One thread per process unless asked for more: repeatable sums,
+# and no fight between the workers of xdist. Threads that wait sleep, or the others of a busy machine wait for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -62,7 +62,8 @@ def typed(monkeypatch):
 
 @pytest.fixture
 def threshold(monkeypatch):
-    """A function that moves a constant of a module at which the code takes another way: small tensors then take both."""
+    """A function that moves a constant of a module at which the code takes another way: small tensors then take
+    both."""
 
     def move(module, name, value):
         assert name.isupper() and isinstance(getattr(module, name), (int, float))
@@ -93,9 +94,7 @@ def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list
             counts[pattern] += 1
     for most, pattern in rules:
         if counts[pattern] > most:
-            problems.append(
-                f"{counts[pattern]} tests matching {pattern} were skipped, {most} allowed"
-            )
+            problems.append(f"{counts[pattern]} tests matching {pattern} were skipped, {most} allowed")
     return problems
 
 
@@ -116,7 +115,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each worker of `-n` begins with one half and takes from the other in the end: fixtures of a module are made once."""
+    """Each worker of `-n` begins with one half and takes from the other in the end: fixtures of a module are made
+    once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None

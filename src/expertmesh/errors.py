@@ -43,7 +43,6 @@ def named(option: str, value: object = _ABSENT, *, typed: str | None = None) -> 
     """Placeholder of an option in the text of a `Line` or an error.
 
     Args:
-        option: its dotted name.
         value: current or suggested value; if left out, the name alone.
         typed: value as typed on a command line, "" for a switch that is on; None: as in Python.
     """
@@ -65,11 +64,7 @@ def command(words: str) -> str:
 
 
 class Line:
-    """Text whose options and commands are spelled when it is printed; `str` uses Python's spelling.
-
-    Args:
-        text: text with options from `named`, commands from `command`.
-    """
+    """Text whose options and commands are spelled when it is printed; `str` uses Python's spelling."""
 
     def __init__(self, text: str) -> None:
         self.text = text

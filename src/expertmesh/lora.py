@@ -64,8 +64,8 @@ def add(
         model: a model or a layer.
         rank: r, the inner size of each adapter.
         alpha: numerator of the factor of every addition.
-        targets: attention, dense, shared, experts and head; or ends of names, ours (w_in, attention.qkv) or peft's (q_proj k_proj
-            v_proj, mlp.experts.gate_up_proj).
+        targets: attention, dense, shared, experts and head; or ends of names, ours (w_in, attention.qkv) or peft's
+            (q_proj k_proj v_proj, mlp.experts.gate_up_proj).
         expert_rank: r of routed experts; None: rank.
         rslora: divide alpha by the square root of r (Kalajdzievski 2023).
         dropout: share of an adapter's input that training leaves out; not with experts.
@@ -78,8 +78,8 @@ def add(
         Number of modules with adapters.
 
     Raises:
-        ConfigError: a target matches nothing; a module has adapters already, or is sharded; a rank is above a matrix's; rank, alpha,
-            dtype or seed break a rule. The model is then unchanged.
+        ConfigError: a target matches nothing; a module has adapters already, or is sharded; a rank is above a matrix's;
+            rank, alpha, dtype or seed break a rule. The model is then unchanged.
     """
     check_module(model)
     _RANK.check("rank", rank)
@@ -191,18 +191,12 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     check_module(model)
     found = dict(adapters_in(model))
     if not found:
-        raise ConfigError(
-            f"{type(model).__name__} has no adapters; put some there with expertmesh.lora.add"
-        )
+        raise ConfigError(f"{type(model).__name__} has no adapters; put some there with expertmesh.lora.add")
     return found
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules with adapters, by path.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Modules with adapters, by path."""
     for path in dict.fromkeys(name.rpartition(".")[0] for name in adapters(model)):
         yield path, model.get_submodule(path)
 
@@ -221,9 +215,7 @@ def merge(model: nn.Module) -> int:
     found = list(_adapted(model))
     for path, module in found:
         if any(type(p.data) is not torch.Tensor for p in module.parameters()):
-            raise ConfigError(
-                f"{path}: is spread over ranks; save the adapters, and merge them into the whole model"
-            )
+            raise ConfigError(f"{path}: is spread over ranks; save the adapters, and merge them into the whole model")
     for path, module in found:
         _merge(path, module)
     return remove(model)
@@ -280,7 +272,8 @@ def _merge_packed(path: str, experts: Any, name: str, adapter: Adapter) -> None:
         squares += torch.stack([one.double().square().sum().cpu() for one in found])
     change, error = (squares[1:] / squares[0]).sqrt().tolist()
     _log.warning(
-        f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to {experts.format} again {error:.2g}"
+        f"{path or 'experts'}.{name}: adapters changed {change:.2g} of the weights' norm, rounding them to "
+        f"{experts.format} again {error:.2g}"
     )
 
 
@@ -291,10 +284,6 @@ def _check(path: str, module: Any, names: Sequence[str]) -> None:
             f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
         )
     if getattr(module, "paging", None) is not None:
-        raise ConfigError(
-            f"{path}: its experts are in slots, for inference; open it with all of them"
-        )
+        raise ConfigError(f"{path}: its experts are in slots, for inference; open it with all of them")
     if any(type(getattr(module, name).data) is not torch.Tensor for name in names):
-        raise ConfigError(
-            f"{path}: is spread over ranks already; add adapters first, then spread the model"
-        )
+        raise ConfigError(f"{path}: is spread over ranks already; add adapters first, then spread the model")

@@ -1,4 +1,5 @@
-"""Any part of any tensor of a hub folder is the whole one's, and reading it takes little more memory than it has itself."""
+"""Any part of any tensor of a hub folder is the whole one's, and reading it takes little more memory than it has
+itself."""
 
 import json
 
@@ -63,8 +64,7 @@ def boxes(shape, rank, num_ranks):
     """A rank's parts: along each dimension in turn the same share, which begins where no block or group does."""
     for dim, size in enumerate(shape):
         start, stop = (
-            0 if i == 0 else size if i == num_ranks else min(size * i // num_ranks + 1, size)
-            for i in (rank, rank + 1)
+            0 if i == 0 else size if i == num_ranks else min(size * i // num_ranks + 1, size) for i in (rank, rank + 1)
         )
         if start < stop:
             at = [slice(0, n) for n in shape]

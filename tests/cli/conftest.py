@@ -20,7 +20,8 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path, finished, monkeypatch):
-    """Each mistake gets its own corpus and cache; the cache is shared through a copy, so that nothing is trained anew."""
+    """Each mistake gets its own corpus and cache; the cache is shared through a copy, so that nothing is trained
+    anew."""
     shutil.copy(finished / "corpus.txt", tmp_path)
     shutil.copytree(finished / "cache", tmp_path / "cache")
     with ExitStack() as stack:

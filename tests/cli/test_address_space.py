@@ -37,9 +37,7 @@ def test_it_is_said_in_one_line(tmp_path, limit, verb):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]]
-)
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]])
 def test_what_loads_no_torch_answers(tmp_path, words):
     done = limited(LIMITS[0], words, tmp_path)
     assert done.returncode == 0 and done.stderr == "" and done.stdout

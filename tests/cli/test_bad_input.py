@@ -1,4 +1,5 @@
-"""A table of mistakes: each gives one line with the value, the rule and the fix, a non-zero exit code, and overwrites nothing."""
+"""A table of mistakes: each gives one line with the value, the rule and the fix, a non-zero exit code, and overwrites
+nothing."""
 
 import errno
 import os
@@ -41,46 +42,28 @@ from expertmesh.cli.main import main
 COMMAND_LINE = {
     "no such verb": Mistake(plain("trian", "gpt-moe-test"), ["trian", "did you mean train?"]),
     "no recipe": Mistake(plain("train"), ["no recipe given", "gpt-moe-demo"]),
-    "unknown recipe": Mistake(
-        lambda p: p.train(recipe="gpt-moe-tset"), ["gpt-moe-tset", "did you mean gpt-moe-test?"]
-    ),
-    "unknown option": Mistake(
-        training("--train.stepz", "3"), ["--train.stepz", "did you mean --train.steps?"]
-    ),
-    "option of another section": Mistake(
-        training("--train.lr", "3"), ["--train.lr", "did you mean --optim.lr?"]
-    ),
+    "unknown recipe": Mistake(lambda p: p.train(recipe="gpt-moe-tset"), ["gpt-moe-tset", "did you mean gpt-moe-test?"]),
+    "unknown option": Mistake(training("--train.stepz", "3"), ["--train.stepz", "did you mean --train.steps?"]),
+    "option of another section": Mistake(training("--train.lr", "3"), ["--train.lr", "did you mean --optim.lr?"]),
     "section for an option": Mistake(
         training("--model", "3"), ["--model is a section", "for example --model.vocab-size"]
     ),
-    "no value": Mistake(
-        training("--train.seed"), ["--train.seed", "needs a value", "write it after"]
-    ),
-    "option twice": Mistake(
-        training("--train.seed", "1", "--train.seed", "2"), ["--train.seed", "twice", "once"]
-    ),
+    "no value": Mistake(training("--train.seed"), ["--train.seed", "needs a value", "write it after"]),
+    "option twice": Mistake(training("--train.seed", "1", "--train.seed", "2"), ["--train.seed", "twice", "once"]),
     "word too many": Mistake(training("again"), ["'again'", "options look like"]),
-    "more choices than experts": wrong_value(
-        "--model.moe.top-k", "5", "fewest experts of a layer, 4", "lower top_k"
-    ),
+    "more choices than experts": wrong_value("--model.moe.top-k", "5", "fewest experts of a layer, 4", "lower top_k"),
     "expert list of wrong length": Mistake(
         training("--model.moe.num-experts", "4", "4", "4"),
         ["--model.moe.num-experts 4 4 4", "one per MoE layer (2)", "remove"],
     ),
-    "groups that do not divide": wrong_value(
-        "--model.moe.num-expert-groups", "3", "must divide", "choose a divisor"
-    ),
+    "groups that do not divide": wrong_value("--model.moe.num-expert-groups", "3", "must divide", "choose a divisor"),
     "option without effect": Mistake(
         training("--model.moe.router", "hash", "--model.moe.input-jitter", "0.1"),
         ["--model.moe.input-jitter 0.1", "no effect with router=hash", "leave it at 0"],
     ),
-    "heads that do not divide": wrong_value(
-        "--model.num-heads", "3", "must divide dim, 64", "divisor"
-    ),
+    "heads that do not divide": wrong_value("--model.num-heads", "3", "must divide dim, 64", "divisor"),
     "odd head size": wrong_value("--model.head-dim", "7", "even head size", "even number"),
-    "vocabulary below the bytes": wrong_value(
-        "--model.vocab-size", "100", "at least 257", "raise it"
-    ),
+    "vocabulary below the bytes": wrong_value("--model.vocab-size", "100", "at least 257", "raise it"),
     "sequence longer than the model": wrong_value(
         "--data.seq-len", "65", "at most --model.max-seq-len, 64", "lower it"
     ),
@@ -103,9 +86,7 @@ COMMAND_LINE = {
         plain("doctor", "--topology", "--cluster", "x.toml"),
         ["--topology: has no effect with --cluster", "leave one of the two out"],
     ),
-    "unknown device": wrong_value(
-        "--train.device", "tpu", "must be auto, cpu, cuda", "for example"
-    ),
+    "unknown device": wrong_value("--train.device", "tpu", "must be auto, cpu, cuda", "for example"),
 }
 
 
@@ -148,32 +129,22 @@ def cache_is_a_file(place: Place) -> list[str]:
 
 DATA = {
     "missing file": wrong_value("--data.path", "no/such.txt", "does not exist", "give"),
-    "binary file": Mistake(
-        text("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]
-    ),
+    "binary file": Mistake(text("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]),
     "text of another encoding": Mistake(
         text("latin.txt", "é\n".encode("latin-1") * 999),
         ["latin.txt", "not UTF-8", "--data.encoding latin-1"],
     ),
     "empty file": Mistake(text("empty.txt", b""), ["empty.txt", "no text", "give"]),
-    "one short line": Mistake(
-        text("short.txt", b"hello\n"), ["short.txt", "cannot be split", "more text"]
-    ),
+    "one short line": Mistake(text("short.txt", b"hello\n"), ["short.txt", "cannot be split", "more text"]),
     "too little text": Mistake(
         text("little.txt", b"hello world\n" * 60),
         ["training split", "more text"],
         may_add=("cache/",),
     ),
     "empty folder": Mistake(empty_folder, ["empty", "no files", "give text"]),
-    "folder of binaries": Mistake(
-        folder_of_binaries, ["binaries", "2 files are binary", "give text"]
-    ),
-    "datasets not installed": Mistake(
-        without_datasets, ["--data.dataset wiki", "datasets", "install"]
-    ),
-    "cache folder is a file": Mistake(
-        cache_is_a_file, ["--data.cache-dir", "is a file", "choose a folder"]
-    ),
+    "folder of binaries": Mistake(folder_of_binaries, ["binaries", "2 files are binary", "give text"]),
+    "datasets not installed": Mistake(without_datasets, ["--data.dataset wiki", "datasets", "install"]),
+    "cache folder is a file": Mistake(cache_is_a_file, ["--data.cache-dir", "is a file", "choose a folder"]),
     "no GPU here": Mistake(without_gpu, ["--train.device cuda", "0 usable GPUs", "use cpu"]),
 }
 
@@ -199,9 +170,7 @@ def another_model(*words: str) -> Words:
 def other_data(place: Place) -> list[str]:
     place.with_run()
     Path(place.path("other.txt")).write_text(TEXT.upper())
-    return place.train(
-        "--train.resume", "auto", "--train.steps", "3", "--data.path", place.path("other.txt")
-    )
+    return place.train("--train.resume", "auto", "--train.steps", "3", "--data.path", place.path("other.txt"))
 
 
 def disk_full(place: Place) -> list[str]:
@@ -241,15 +210,9 @@ RUN_DIRECTORY = {
         ["--train.run-dir", "already holds a run", "--train.resume auto"],
     ),
     "run in use": Mistake(run_in_use, ["--train.run-dir", "in use by process", "choose another"]),
-    "run directory is a file": Mistake(
-        run_dir_is_a_file, ["--train.run-dir", "is a file", "choose a folder"]
-    ),
-    "nothing to resume": wrong_value(
-        "--train.resume", "required", "no checkpoint", "--train.resume auto"
-    ),
-    "run of another model": Mistake(
-        another_model("--model.dim", "32"), ["--model.dim 32", "has 64", "use that value"]
-    ),
+    "run directory is a file": Mistake(run_dir_is_a_file, ["--train.run-dir", "is a file", "choose a folder"]),
+    "nothing to resume": wrong_value("--train.resume", "required", "no checkpoint", "--train.resume auto"),
+    "run of another model": Mistake(another_model("--model.dim", "32"), ["--model.dim 32", "has 64", "use that value"]),
     "run of other experts": Mistake(
         another_model("--model.moe.num-experts", "8"),
         ["--model.moe.num-experts", "has [4]", "use that value"],
@@ -266,9 +229,7 @@ RUN_DIRECTORY = {
         ["not what the run", "use the same data"],
         may_add=("cache/",),
     ),
-    "run of another seed": Mistake(
-        another_model("--train.seed", "5"), ["--train.seed 5", "has 0", "use that value"]
-    ),
+    "run of another seed": Mistake(another_model("--train.seed", "5"), ["--train.seed 5", "has 0", "use that value"]),
     "run in another precision": Mistake(
         another_model("--train.dtype", "float64"),
         ["--train.dtype float64", "float32", "use a dtype"],
@@ -276,9 +237,7 @@ RUN_DIRECTORY = {
     "run on other data": Mistake(
         other_data, ["other.txt", "not what the run", "use the same data"], may_add=("cache/",)
     ),
-    "all checkpoints damaged": Mistake(
-        damaged(RESUME), ["checkpoints are damaged", "restore"], code=1
-    ),
+    "all checkpoints damaged": Mistake(damaged(RESUME), ["checkpoints are damaged", "restore"], code=1),
     "disk full": Mistake(
         disk_full,
         ["No space left on device", "free some space"],
@@ -317,9 +276,7 @@ def generate_from_nan(place: Place) -> list[str]:
 
 GENERATION = {
     "no run given": Mistake(plain("generate"), ["no run given", "expertmesh generate --help"]),
-    "no such run": Mistake(
-        lambda p: p.generate(run="nothing"), ["nothing", "does not exist", "expertmesh train"]
-    ),
+    "no such run": Mistake(lambda p: p.generate(run="nothing"), ["nothing", "does not exist", "expertmesh train"]),
     "folder without a run": Mistake(
         lambda p: ["generate", p.path("cache"), "def"],
         ["cache", "no config.json", "give the directory"],
@@ -339,9 +296,7 @@ GENERATION = {
         run_with("config.json", lambda _: b'{"recipe": "x", "optimizer": 3}'),
         ["optimizer", "unknown option"],
     ),
-    "no tokenizer": Mistake(
-        run_with("tokenizer.json", lambda _: None), ["tokenizer.json", "restore"], code=1
-    ),
+    "no tokenizer": Mistake(run_with("tokenizer.json", lambda _: None), ["tokenizer.json", "restore"], code=1),
     "a model of the hub that says too little": Mistake(
         run_with(
             "config.json",
@@ -354,12 +309,8 @@ GENERATION = {
         ["tokenizer.json", "not a readable tokenizer", "restore"],
         code=1,
     ),
-    "no checkpoint": Mistake(
-        generate_without_checkpoints, ["no checkpoint", "train it first"], code=1
-    ),
-    "damaged checkpoint": Mistake(
-        damaged(GENERATE), ["checkpoints are damaged", "restore"], code=1
-    ),
+    "no checkpoint": Mistake(generate_without_checkpoints, ["no checkpoint", "train it first"], code=1),
+    "damaged checkpoint": Mistake(damaged(GENERATE), ["checkpoints are damaged", "restore"], code=1),
     "checkpoint of a wider model": Mistake(
         model_with(ffn_hidden_dim=128, dim=32),
         ["has model.dim=32", "was trained with 64", "restore the file"],
@@ -372,25 +323,15 @@ GENERATION = {
     ),
     "weights not finite when generating": Mistake(generate_from_nan, ["not finite"], code=1),
     "empty prompt": Mistake(generating(""), ["prompt=''", "is empty", "give"]),
-    "prompt too long": Mistake(
-        generating("def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
-    ),
-    "no new tokens": Mistake(
-        generating("--max-new-tokens", "0", "def"), ["0", "at least 1", "ask for"]
-    ),
+    "prompt too long": Mistake(generating("def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]),
+    "no new tokens": Mistake(generating("--max-new-tokens", "0", "def"), ["0", "at least 1", "ask for"]),
     "too many new tokens": Mistake(
         generating("--max-new-tokens", "999", "def"), ["999", "max_seq_len=64", "ask for at most"]
     ),
-    "negative temperature": Mistake(
-        generating("--temperature", "-1", "def"), ["-1", "at least 0", "use 0"]
-    ),
-    "top-p above one": Mistake(
-        generating("--top-p", "2", "def"), ["2", "at most 1", "leave it out"]
-    ),
+    "negative temperature": Mistake(generating("--temperature", "-1", "def"), ["-1", "at least 0", "use 0"]),
+    "top-p above one": Mistake(generating("--top-p", "2", "def"), ["2", "at most 1", "leave it out"]),
     "top-k zero": Mistake(generating("--top-k", "0", "def"), ["0", "at least 1", "leave it out"]),
-    "text for top-k": Mistake(
-        generating("--top-k", "few", "def"), ["--top-k", "few", "whole number"]
-    ),
+    "text for top-k": Mistake(generating("--top-k", "few", "def"), ["--top-k", "few", "whole number"]),
     "unknown option of generate": Mistake(
         generating("--temprature", "1", "def"), ["--temprature", "did you mean --temperature?"]
     ),
@@ -409,9 +350,7 @@ REPORTS = {
     "report of damaged config": Mistake(
         run_with("config.json", lambda _: b"[", REPORT), ["config.json", "unreadable", "restore"]
     ),
-    "unknown option of report": Mistake(
-        plain("report", "--rum", "x"), ["--rum", "did you mean --run?"]
-    ),
+    "unknown option of report": Mistake(plain("report", "--rum", "x"), ["--rum", "did you mean --run?"]),
 }
 
 SECTIONS = INPUT | RUNS | MODELS

@@ -25,9 +25,7 @@ D, T = 8, 5
 
 
 def layer(**options):
-    return MoELayer(
-        **{"dim": D, "hidden_dim": 16, "num_experts": 4, "top_k": 2, "seed": 0, **options}
-    )
+    return MoELayer(**{"dim": D, "hidden_dim": 16, "num_experts": 4, "top_k": 2, "seed": 0, **options})
 
 
 def tokens(dim=D, dtype=torch.float32):
@@ -99,9 +97,7 @@ LAYER = {
         ["top_k=5", "at most the fewest experts of a layer, 4", "lower top_k"],
     ),
     "no choice": Mistake(lambda: layer(top_k=0), ["top_k=0", "greater than 0", "for example 2"]),
-    "half an expert": Mistake(
-        lambda: layer(num_experts=2.5), ["num_experts=2.5", "whole number", "change it"]
-    ),
+    "half an expert": Mistake(lambda: layer(num_experts=2.5), ["num_experts=2.5", "whole number", "change it"]),
     "negative capacity": Mistake(
         lambda: layer(capacity_factor=-1.0),
         ["capacity_factor=-1.0", "greater than 0", "leave it out"],
@@ -114,12 +110,8 @@ LAYER = {
         lambda: layer(activation="swigul"),
         ["activation=swigul", "must be one of", "did you mean swiglu?"],
     ),
-    "unknown router": Mistake(
-        lambda: layer(router="top2"), ["router=top2", "must be one of", "did you mean topk?"]
-    ),
-    "unknown backend": Mistake(
-        lambda: layer(backend="cuda"), ["backend=cuda", "must be one of auto", "choose one"]
-    ),
+    "unknown router": Mistake(lambda: layer(router="top2"), ["router=top2", "must be one of", "did you mean topk?"]),
+    "unknown backend": Mistake(lambda: layer(backend="cuda"), ["backend=cuda", "must be one of auto", "choose one"]),
     "integer parameters": Mistake(
         lambda: layer(dtype=torch.int32),
         ["dtype=torch.int32", "must be one of torch.float64", "did you mean torch.float32?"],
@@ -127,9 +119,7 @@ LAYER = {
     "groups that do not divide": Mistake(
         lambda: layer(num_expert_groups=3), ["num_expert_groups=3", "must divide", "divisor"]
     ),
-    "jitter of one": Mistake(
-        lambda: layer(input_jitter=1.0), ["input_jitter=1.0", "less than 1", "for example 0.0"]
-    ),
+    "jitter of one": Mistake(lambda: layer(input_jitter=1.0), ["input_jitter=1.0", "less than 1", "for example 0.0"]),
     "negative loss weight": Mistake(
         lambda: layer(aux_loss_weight=-1.0),
         ["aux_loss_weight=-1.0", "at least 0", "for example 0.01"],
@@ -150,9 +140,7 @@ CALL = {
         lambda: layer()(tokens(7)),
         ["x has shape (5, 7)", "(..., 8)", "reshape it, or build the layer with dim"],
     ),
-    "integer input": Mistake(
-        lambda: layer()(tokens(dtype=torch.int64)), ["torch.int64", "floating-point", "convert"]
-    ),
+    "integer input": Mistake(lambda: layer()(tokens(dtype=torch.int64)), ["torch.int64", "floating-point", "convert"]),
     "other precision": Mistake(
         lambda: layer()(tokens(dtype=torch.bfloat16)),
         ["torch.bfloat16", "torch.float32", "equal outside autocast", "x.to"],
@@ -171,9 +159,7 @@ CALL = {
     "negative deviation": Mistake(
         lambda: layer().reset_parameters(std=-1.0), ["std=-1.0", "at least 0", "leave it out"]
     ),
-    "layer without memory": Mistake(
-        lambda: layer(device="meta")(tokens()), ["cpu", "meta", "to_empty"]
-    ),
+    "layer without memory": Mistake(lambda: layer(device="meta")(tokens()), ["cpu", "meta", "to_empty"]),
     "a list for x": Mistake(lambda: layer()([1.0]), ["list", "tensor", "convert"]),
     "short mask": Mistake(
         lambda: layer()(tokens(), token_mask=torch.ones(T - 1, dtype=torch.bool)),
@@ -220,12 +206,8 @@ TRAINING = {
     "fewer samples than a split needs": Mistake(
         lambda: own(data=torch.zeros(3, 2)), ["data: 3 samples", "at least 20", "validation="]
     ),
-    "a short list for data": Mistake(
-        lambda: own(data=[1.0, 2.0]), ["data: 2 samples", "at least 20", "validation="]
-    ),
-    "arrays for data": Mistake(
-        lambda: own(data=(np.zeros((40, 2)), np.zeros(40))), ["data=tuple", "torch.from_numpy"]
-    ),
+    "a short list for data": Mistake(lambda: own(data=[1.0, 2.0]), ["data: 2 samples", "at least 20", "validation="]),
+    "arrays for data": Mistake(lambda: own(data=(np.zeros((40, 2)), np.zeros(40))), ["data=tuple", "torch.from_numpy"]),
     "tensors by name": Mistake(
         lambda: own(data={"x": torch.zeros(40, 2)}, validation={"x": torch.zeros(3, 2)}),
         ["data=dict", "alone or in a tuple", "samples by number"],
@@ -246,9 +228,7 @@ TRAINING = {
         lambda: own(data=[1.0] * 40, validation=(torch.zeros(3, 2), torch.zeros(3))),
         ["data=list, validation=tuple", "on both sides", "give the same of both"],
     ),
-    "nothing to train": Mistake(
-        lambda: own(nn.ReLU), ["ReLU has no parameter", "requires a gradient", "give one"]
-    ),
+    "nothing to train": Mistake(lambda: own(nn.ReLU), ["ReLU has no parameter", "requires a gradient", "give one"]),
     "a loss without a gradient": Mistake(
         lambda: own(loss=lambda m, x: m(x).mean().detach()),
         ["loss: depends on no parameter", "without detach()"],
@@ -257,9 +237,7 @@ TRAINING = {
         lambda: own(loss=lambda m, x: (m(x).mean(), m(x))),
         ["loss: returned a Tensor after it", "RoutingStats"],
     ),
-    "no loss": Mistake(
-        lambda: own(loss=lambda m, x: None), ["loss: returned a NoneType", "scalar"]
-    ),
+    "no loss": Mistake(lambda: own(loss=lambda m, x: None), ["loss: returned a NoneType", "scalar"]),
     "a measure of every sample": Mistake(
         lambda: own(loss=lambda m, x: (m(x).mean(), {"right": m(x)})),
         ["right is a tensor of shape (", "a measure must be a number"],
@@ -277,9 +255,7 @@ TRAINING = {
 }
 
 STATE = {
-    "missing tensor": Mistake(
-        lambda: load(lambda s: s.pop("experts.w_in")), ["experts.w_in"], RuntimeError
-    ),
+    "missing tensor": Mistake(lambda: load(lambda s: s.pop("experts.w_in")), ["experts.w_in"], RuntimeError),
     "tensor of another shape": Mistake(
         lambda: load(lambda s: s.update({"experts.w_out": torch.zeros(4, D, 3)})),
         ["experts.w_out"],
@@ -315,9 +291,7 @@ MODEL = {
     "token outside the vocabulary": Mistake(
         lambda: written_ids(model(), [[300]]), ["300", "from 0 to 299", "tokenizer"]
     ),
-    "prompt too long": Mistake(
-        lambda: written_ids(model(), [[1] * 16]), ["16 tokens", "max_seq_len=16", "shorten"]
-    ),
+    "prompt too long": Mistake(lambda: written_ids(model(), [[1] * 16]), ["16 tokens", "max_seq_len=16", "shorten"]),
     "negative temperature": Mistake(
         lambda: SamplingParams(temperature=-1.0), ["temperature=-1.0", "at least 0", "use 0"]
     ),
@@ -359,21 +333,15 @@ MODEL = {
         ["max_token=2: unknown option", "did you mean max_tokens?"],
     ),
     **{
-        f"a text for {name}": Mistake(
-            partial(SamplingParams, **{name: "1"}), [f"{name}='1'", "number", "give one"]
-        )
+        f"a text for {name}": Mistake(partial(SamplingParams, **{name: "1"}), [f"{name}='1'", "number", "give one"])
         for name in ("temperature", "top_k", "top_p", "seed")
     },
     "half a choice": Mistake(lambda: SamplingParams(top_k=1.5), ["top_k=1.5", "whole number"]),
-    "half a batch": Mistake(
-        lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
-    ),
+    "half a batch": Mistake(lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]),
     "bytes for a prompt": Mistake(
         lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "it must be a text"]
     ),
-    "half a character": Mistake(
-        lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
-    ),
+    "half a character": Mistake(lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]),
     "one sequence without a batch": Mistake(
         lambda: model()(torch.tensor([1, 2])), ["ids_BS", "(2,)", "(B, S)", "sequences", "[None]"]
     ),
@@ -399,16 +367,12 @@ MODEL = {
             )
         }
     ),
-    "half a rank": Mistake(
-        lambda: em.lora.add(layer(), rank=2.5), ["rank=2.5", "whole number", "use 8"]
-    ),
+    "half a rank": Mistake(lambda: em.lora.add(layer(), rank=2.5), ["rank=2.5", "whole number", "use 8"]),
     "adapters of NaN": Mistake(
         lambda: em.lora.add(layer(), alpha=float("nan")), ["alpha=nan", "finite", "twice the rank"]
     ),
     "missing corpus": Mistake(
-        lambda: train(
-            GPTRunConfig().updated({"data.path": "no/such.txt", "train.device": "cpu"}), recipe="x"
-        ),
+        lambda: train(GPTRunConfig().updated({"data.path": "no/such.txt", "train.device": "cpu"}), recipe="x"),
         ["data.path=no/such.txt", "does not exist", "give"],
     ),
 }

@@ -1,4 +1,5 @@
-"""Mistakes made from the option classes: every bound, choice and type of every field is refused in one line, before anything is done."""
+"""Mistakes made from the option classes: every bound, choice and type of every field is refused in one line, before
+anything is done."""
 
 import os
 import types

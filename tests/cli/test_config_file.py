@@ -23,9 +23,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
 
 
 def test_a_list_of_one_needs_no_brackets(tmp_path):
-    text = (
-        "train: {freeze: 'experts,router'}\nmodel.moe: {num_experts: 8}\nparallel: {ep_degree: 2}\n"
-    )
+    text = "train: {freeze: 'experts,router'}\nmodel.moe: {num_experts: 8}\nparallel: {ep_degree: 2}\n"
     found = parsed(tmp_path, text, "gpt-moe-test").config
     assert found.train.freeze == ("experts", "router") and found.model.moe.num_experts == (8,)
     assert found.parallel.ep_degree == (2,)

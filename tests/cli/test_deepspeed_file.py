@@ -1,4 +1,5 @@
-"""`train --deepspeed ds.json`: what it says becomes options, each by name; what has no counterpart is refused by name."""
+"""`train --deepspeed ds.json`: what it says becomes options, each by name; what has no counterpart is refused by
+name."""
 
 import json
 
@@ -24,7 +25,7 @@ READ = [
     ),
     ({"optimizer": {"type": "Muon", "params": {"lr": "auto", "momentum": 0.9}}}, 1)
     + ({"optim.name": "muon", "optim.momentum": 0.9},),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-3, "warmup_type": "linear"}}}, 1)
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-3, "warmup_type": "linear"}}}, 1)  # noqa: E501
     + ({"optim.schedule": "constant", "optim.warmup_steps": 9, "optim.lr": 1e-3},),
     ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90, "warmup_type": "linear"}}}, 1)
     + ({"optim.schedule": "linear", "optim.min_lr_ratio": 0.0, "optim.schedule_steps": 90},),
@@ -51,10 +52,10 @@ REFUSED = [
     ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad=True"),
     ({"scheduler": {"type": "OneCycle"}}, "scheduler.type=OneCycle "),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "warmup_type=log "),
-    ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0.1}}}, "scheduler.params.warmup_min_ratio=0.1"),
+    ({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0.1}}}, "scheduler.params.warmup_min_ratio=0.1"),  # noqa: E501
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device=nvme "),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights=True"),
-    ({"expert_parallel": {"enabled": True, "autoep_size": 2, "load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff=0.1"),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2, "load_balance_coeff": 0.1}}, "expert_parallel.load_balance_coeff=0.1"),  # noqa: E501
     ({"curriculum_learning": {"enabled": True}}, "curriculum_learning="),
     ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop="),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
@@ -107,10 +108,7 @@ def test_words_and_files_take_precedence(tmp_path):
     sections = [given for given, ranks, _ in READ if ranks == 1 and "Muon" not in str(given)]
     whole = {name: value for given in sections for name, value in given.items() if name != "fp16"}
     ds.write_text(
-        json.dumps(
-            whole
-            | {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
-        )
+        json.dumps(whole | {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}})
     )
     ours.write_text("optim: {lr: 0.5, beta1: 0.7}")
     words = ["gpt-moe-demo", "--deepspeed", str(ds), "--config", str(ours), "--optim.beta1", "0.6"]

@@ -57,17 +57,13 @@ def test_a_build_for_amd_without_a_device_names_its_own_tools(monkeypatch):
 def test_versions_are_those_installed(monkeypatch):
     assert details(doctor.versions())["torch"].detail == importlib.metadata.version("torch")
     monkeypatch.setitem(doctor.PACKAGES, "of-nobody", "--data.dataset; extra 'train'")
-    assert details(doctor.versions())["of-nobody"].detail.startswith(
-        "not installed (--data.dataset"
-    )
+    assert details(doctor.versions())["of-nobody"].detail.startswith("not installed (--data.dataset")
 
 
 def test_auto_precision_says_why():
     for finding in doctor.precision():
         if finding.name.startswith("threads, gpt-moe-"):
-            assert re.match(
-                r"\d+ threads? \((for products|all that|OMP_NUM_THREADS=)", finding.detail
-            )
+            assert re.match(r"\d+ threads? \((for products|all that|OMP_NUM_THREADS=)", finding.detail)
             continue
         assert finding.name.startswith("--train.dtype auto, gpt-moe-")
         assert re.match(r"(float32|bfloat16) on cpu, kernels \w+ \(auto: .*AMX", finding.detail)
@@ -82,11 +78,7 @@ def test_no_word_is_cut_at_any_width(width):
         doctor.Finding("nothing", "", ""),
     ]
     shown = list(doctor.lines(findings, width))
-    words = [
-        word
-        for finding in findings
-        for word in f"{finding.name} {finding.mark} {finding.detail}".split()
-    ]
+    words = [word for finding in findings for word in f"{finding.name} {finding.mark} {finding.detail}".split()]
     assert [word for line in shown for word in line.text.split()] == words
     for line in shown:
         assert len(line.text) <= max(width, 4 + max(map(len, line.text.split()))) or line.mark

@@ -25,9 +25,7 @@ def test_one_process(capsys):
 def test_degrees_say_how_many_ranks(capsys):
     assert run(["gpt-moe-test", "--train.dtype", "float32", "--dry-run", *DEGREES]) == 0
     line = memory_line(capsys.readouterr().out)
-    config = RECIPES["gpt-moe-test"]().updated(
-        {"parallel.ep_degree": 4, "parallel.dp_replicate_degree": 2}
-    )
+    config = RECIPES["gpt-moe-test"]().updated({"parallel.ep_degree": 4, "parallel.dp_replicate_degree": 2})
     each = gpt_costs(config, num_ranks=8, dtype="float32").memory
     assert "of each of 8 ranks" in line
     assert f"weights {each.weights_bytes / 1024:.1f} KiB" in line

@@ -107,9 +107,7 @@ def test_lists_have_blanks_commas_or_the_option_before_each(name, tmp_path, monk
     values, flag = LISTS[name], flag_name(name)
     more = ["--model.num-layers", "6"] if name.startswith("model") else []
     with_commas = (
-        [values]
-        if "c,d.txt" in values
-        else [[",".join(values)], [", ".join(values)], [f"{values[0]},", *values[1:]]]
+        [values] if "c,d.txt" in values else [[",".join(values)], [", ".join(values)], [f"{values[0]},", *values[1:]]]
     )
     for words in (
         [flag, *values],
@@ -379,10 +377,7 @@ def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, caps
     assert all(line.count("[") == line.count("]") for line in usage.splitlines())
     if words == ["train"]:
         joined = " ".join(out.replace("\\\n", " ").split())
-        assert (
-            "gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/"
-            in joined
-        )
+        assert "gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/" in joined
 
 
 def test_help_of_training_ends_in_one_column(monkeypatch, capsys):

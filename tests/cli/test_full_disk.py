@@ -128,7 +128,8 @@ def test_a_file_that_cannot_grow_is_named(place, name, size_limit, capfd, monkey
     before = sorted(place.folder.iterdir())
     assert main(WRITERS[name]) == 1
     said = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error:")]
-    assert said == [f"error: File too large ({name}); files may not be so large here: raise the limit (ulimit -f), or choose another disk"]  # fmt: skip
+    assert said == [(f"error: File too large ({name}); files may not be so large here: raise the limit (ulimit -f), or "
+                    "choose another disk")]  # fmt: skip
     assert sorted(place.folder.iterdir()) == before
 
 

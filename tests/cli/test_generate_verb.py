@@ -55,16 +55,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def printed(
-    run_dir: Path, *words: str, capsys: pytest.CaptureFixture[str], prompt: str = PROMPT
-) -> str:
+def printed(run_dir: Path, *words: str, capsys: pytest.CaptureFixture[str], prompt: str = PROMPT) -> str:
     assert main(["generate", "--run", str(run_dir), *words, prompt]) == 0
     return capsys.readouterr().out
 
 
-def test_prints_what_the_engine_generates(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_what_the_engine_generates(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = RunDir(run_dir).read_config()
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
     text = text_format(tokenizer)
@@ -90,9 +86,7 @@ def test_prompt_from_standard_input(
     assert printed(run_dir, "--max-tokens", "5", capsys=capsys, prompt="-") == expected
 
 
-def test_a_text_that_quotes_the_end_of_text_is_text(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_quotes_the_end_of_text_is_text(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = "x = '<|endoftext|>'"
     assert printed(run_dir, "--max-tokens", "2", capsys=capsys, prompt=prompt).startswith(prompt)
 
@@ -105,18 +99,14 @@ def refused(run_dir: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> s
     return line
 
 
-def test_temperature_0_is_greedy_and_the_smallest_one_works(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_temperature_0_is_greedy_and_the_smallest_one_works(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     greedy = printed(run_dir, "--greedy", "--max-tokens", "8", capsys=capsys)
     for temperature in ("0", "1e-320", "1e-30"):
         words = ("--temperature", temperature, "--max-tokens", "8")
         assert printed(run_dir, *words, capsys=capsys) == greedy
 
 
-def test_a_note_that_cannot_be_written_ends_nothing(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_that_cannot_be_written_ends_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--chat", "--greedy", "--max-tokens", "2")  # with a note: it learned no conversations
     expected = printed(run_dir, *words, capsys=capsys)
     with full_log():
@@ -124,9 +114,7 @@ def test_a_note_that_cannot_be_written_ends_nothing(
 
 
 @pytest.mark.parametrize("prompt", ["-x", "--debug", "--x"])
-def test_a_prompt_that_begins_like_an_option(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], prompt: str
-) -> None:
+def test_a_prompt_that_begins_like_an_option(run_dir: Path, capsys: pytest.CaptureFixture[str], prompt: str) -> None:
     if prompt != "--debug":  # that is an option before --
         line = refused(run_dir, prompt, capsys=capsys)
         assert "write it last, and -- before one that begins with -" in line
@@ -183,14 +171,10 @@ def test_an_output_that_lacks_a_letter(run_dir: Path) -> None:
         assert raw.getvalue().startswith(b"h\\xe9")
 
 
-def test_several_prompts_and_a_file_of_them(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_prompts_and_a_file_of_them(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each gets what it would get alone, in the order in which they are given."""
     prompts = ["import os", "def main("]
-    alone = [
-        printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys, prompt=p) for p in prompts
-    ]
+    alone = [printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys, prompt=p) for p in prompts]
     expected = "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, 1))
     words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
     assert main([*words, *prompts]) == 0
@@ -200,9 +184,7 @@ def test_several_prompts_and_a_file_of_them(
     assert capsys.readouterr().out == expected
 
 
-def test_objects_in_and_out(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_in_and_out(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each line of a JSON Lines file gets an answer in another, in its order, and nothing is printed."""
     asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
     turns = [{"role": "user", "content": "def"}]
@@ -265,8 +247,7 @@ def test_a_developer_is_the_system(run_dir: Path, tmp_path: Path) -> None:
     """As in OpenAI's newer conversations, in a file of prompts as on the server."""
     asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
     said = [
-        [{"role": role, "content": "short"}, {"role": "user", "content": "def"}]
-        for role in ("system", "developer")
+        [{"role": role, "content": "short"}, {"role": "user", "content": "def"}] for role in ("system", "developer")
     ]
     asked.write_text("\n".join(json.dumps({"messages": one}) for one in said))
     words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
@@ -343,9 +324,7 @@ def test_answers_go_into_no_file_that_is_read(
     assert asked.read_text() == "def\n"
 
 
-def test_interactive(
-    run_dir: Path, typed: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interactive(run_dir: Path, typed: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     """A line is a prompt, until there are no more; one that is too long is said and the next is answered."""
     alone = printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys)
     lines = f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}"
@@ -390,9 +369,7 @@ def test_experts_are_cast_once_and_not_for_every_token(run_dir: Path, tmp_path: 
     assert all(".experts." in name for name in kept)
 
 
-def test_several_processes_answer_once(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_processes_answer_once(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--greedy", "--max-tokens", "12"
     expected = f"{COMPUTING}\n{printed(run_dir, *words, capsys=capsys)}"
     # with whole experts and two choices, sums are the same to the bit
@@ -429,9 +406,7 @@ def test_ranks_that_share_a_model_say_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("shares", [["--parallel.tp-degree", "2"], []], ids=["shared", "spread"])
-def test_a_killed_rank_ends_the_other_with_one_line(
-    run_dir: Path, tmp_path: Path, shares: list[str], odd: int
-) -> None:
+def test_a_killed_rank_ends_the_other_with_one_line(run_dir: Path, tmp_path: Path, shares: list[str], odd: int) -> None:
     """One that leads, one that follows, and one of two that do the same."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def\n" * 600)

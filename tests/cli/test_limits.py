@@ -1,4 +1,5 @@
-"""Numbers beyond what a machine or a type holds, and files of runs that are not what they should be: the rule and the fix in one line."""
+"""Numbers beyond what a machine or a type holds, and files of runs that are not what they should be: the rule and the
+fix in one line."""
 
 import pytest
 

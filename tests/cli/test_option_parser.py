@@ -94,7 +94,10 @@ def test_the_run_is_the_first_word(words, run, prompts):
         (
             ["def main("],
             GenerateVerb,
-            "run def main(: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one with: P train",
+            (
+                "run def main(: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one "
+                "with: P train"
+            ),
         ),
         (
             ["runs/file", "a"],
@@ -105,7 +108,8 @@ def test_the_run_is_the_first_word(words, run, prompts):
             ["org/model", "a"],
             GenerateVerb,
             (
-                "run org/model: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one with: P train;"
+                "run org/model: does not exist, and the first word is the run: P generate runs/demo PROMPT; train one "
+                "with: P train;"
                 " if it is a model of the hub, download it first: hf download org/model"
             ),
         ),
@@ -156,11 +160,7 @@ VERBS = [
     "words",
     [
         *VERBS,
-        *(
-            words.replace("RUN", f"{option} RUN")
-            for words in VERBS
-            for option in ("--run", "--run-dir")
-        ),
+        *(words.replace("RUN", f"{option} RUN") for words in VERBS for option in ("--run", "--run-dir")),
     ],
 )
 def test_every_verb_takes_its_run_first(words, capsys):
@@ -190,9 +190,7 @@ def test_folders_of_other_verbs_are_words_or_options(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("1e3", 1000), ("2.5E1", 25), ("1e+2", 100), ("12", 12)]
-)
+@pytest.mark.parametrize(("text", "number"), [("1e3", 1000), ("2.5E1", 25), ("1e+2", 100), ("12", 12)])
 def test_whole_numbers_may_have_a_power_of_ten(text, number):
     assert parsed(["runs", "--seed", text]).seed == number
     parsed_run = parse_run_config(["gpt-moe-test", "--train.steps", text])

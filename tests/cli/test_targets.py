@@ -1,4 +1,5 @@
-"""What a verb will write is tried before its work: the run that it would read is damaged, and the target is the one named."""
+"""What a verb will write is tried before its work: the run that it would read is damaged, and the target is the one
+named."""
 
 import re
 import shutil
@@ -60,9 +61,7 @@ CASES = [
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
-@pytest.mark.parametrize(
-    ("verb", "target"), CASES, ids=[f"{verb[0]}-{target[0]}" for verb, target in CASES]
-)
+@pytest.mark.parametrize(("verb", "target"), CASES, ids=[f"{verb[0]}-{target[0]}" for verb, target in CASES])
 def test_a_target_is_tried_before_the_work(damaged, tmp_path, capsys, verb, target):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder" / "inside").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""What a person at a terminal sees while a verb prepares, evaluates and samples, and that Ctrl-C is answered at once."""
+"""What a person at a terminal sees while a verb prepares, evaluates and samples, and that Ctrl-C is answered at
+once."""
 
 import fcntl
 import gzip
@@ -101,9 +102,7 @@ with told_of_data(), loading():
 def test_ctrl_c_is_answered_while_a_library_is_busy_and_the_second_one_ends_it():
     pid, master = pty.fork()
     if pid == 0:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # ignored where the tests run in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
         os.execv(sys.executable, [sys.executable, "-c", BUSY])
     shown = b""
     try:

@@ -167,9 +167,7 @@ def test_torchrun_ends_with_the_reason(tmp_path):
     command += ["-m", "expertmesh", "train", "gpt-moe-test", "--train.device", "cpu"]
     command += ["--parallel.ep-degree", "3", "--train.run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode != 0
     said, _, report = done.stderr.partition("Root Cause")
     for part in (said, report):
@@ -191,9 +189,7 @@ def test_a_rank_leaves_at_once(words, code, launched):
     rank = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     environment = {**os.environ, **(rank if launched else {})}
     command = [sys.executable, "-c", TIDIES_UP, *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == code, done.stderr
     assert ("tidied up" in done.stdout) == (not launched)
     assert ("expertmesh" in done.stdout) == (not code)

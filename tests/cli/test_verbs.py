@@ -83,9 +83,7 @@ def test_each_option_of_a_run_is_on_the_reference():
     }
     assert len(sections) >= 8
     missing = [
-        f"{one.__module__}.{one.__name__}"
-        for one in sections
-        if f"::: {one.__module__}.{one.__name__}\n" not in page
+        f"{one.__module__}.{one.__name__}" for one in sections if f"::: {one.__module__}.{one.__name__}\n" not in page
     ]
     assert missing == []
 
@@ -122,11 +120,7 @@ SHOWN = {
     "plan": (["sequences; --serve needs this or --token-ms", "--set OPTION=VALUE"], []),
     "convert": ([], ["hugging Face"]),
 }
-SHOWN |= (
-    {"classify": (["--drop-policy {first,priority,weight,random}"], [])}
-    if "classify" in FAMILY_VERBS
-    else {}
-)
+SHOWN |= {"classify": (["--drop-policy {first,priority,weight,random}"], [])} if "classify" in FAMILY_VERBS else {}
 """Texts that the help of a verb has, and has not, by its words: a switch that is or may be on takes a value."""
 
 

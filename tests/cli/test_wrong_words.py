@@ -1,4 +1,5 @@
-"""Words that a stranger gets wrong, of every verb: one line on stderr with the word and what to do, exit code 2, nothing on stdout."""
+"""Words that a stranger gets wrong, of every verb: one line on stderr with the word and what to do, exit code 2,
+nothing on stdout."""
 
 import shlex
 import signal
@@ -212,10 +213,7 @@ def test_there_are_many():
     assert len(CASES) >= 130
 
 
-SPELLINGS = [
-    line.partition(": ")[::2]
-    for line in Path(__file__).with_name("spellings.txt").read_text().splitlines()
-]
+SPELLINGS = [line.partition(": ")[::2] for line in Path(__file__).with_name("spellings.txt").read_text().splitlines()]
 """Verbs, and the options that they had when argparse read them."""
 
 
@@ -237,9 +235,7 @@ def test_options_that_were_read_are_read(verb, flags):
 @pytest.mark.parametrize("words", ["", "train", "train gpt-moe-test", "serve"])
 def test_a_reader_that_leaves_is_no_error(words):
     command = f"{sys.executable} -m expertmesh {words} --help | head -c 20; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode in (0, 128 + signal.SIGPIPE) and done.stderr == ""
     assert len(done.stdout) == 20
 

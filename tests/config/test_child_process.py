@@ -51,9 +51,7 @@ def place(tmp_path, monkeypatch):
 
 
 def test_a_request_that_was_interrupted_leaves_no_answer_for_the_next(place):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], cwd=place, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=place, capture_output=True, text=True, check=False)
     assert done.stdout == "asked again\n", done.stderr
 
 
@@ -69,7 +67,5 @@ def test_a_process_that_ends_says_how_and_is_started_again(place):
 
 
 def test_one_that_cannot_start_is_said():
-    with pytest.raises(
-        ConfigError, match="the process of x cannot start .*no_such_module.*; leave"
-    ):
+    with pytest.raises(ConfigError, match="the process of x cannot start .*no_such_module.*; leave"):
         ChildProcess("expertmesh.no_such_module", "the process of x").ask(b"")

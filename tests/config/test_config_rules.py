@@ -120,9 +120,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [("5", (5,)), (5, (5,)), ([1, 2], (1, 2)), ((), ()), (None, None)]
-)
+@pytest.mark.parametrize(("given", "kept"), [("5", (5,)), (5, (5,)), ([1, 2], (1, 2)), ((), ()), (None, None)])
 def test_a_list_that_may_be_none_takes_one_value(given, kept):
     assert GPTRunConfig().updated({"model.start_ids": given}).model.start_ids == kept
 
@@ -175,7 +173,8 @@ def test_edge_of_a_rule_is_allowed(changes):
     assert {name: attrgetter(name)(config) for name in changes} == changes
 
 
-# Values that would change something elsewhere, and that a dense model, or the condition of a row, leaves without effect.
+# Values that would change something elsewhere, and that a dense model, or the condition of a row, leaves without
+# effect.
 OTHER = {
     "shared_hidden_dim": 5,
     "router": "cosine",
@@ -228,9 +227,7 @@ def other_than_default(name):
     return OTHER.get(name, not default if isinstance(default, bool) else None) or default + 1
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), [(where, name) for where, (_, names) in IDLE.items() for name in names]
-)
+@pytest.mark.parametrize(("where", "name"), [(where, name) for where, (_, names) in IDLE.items() for name in names])
 def test_an_option_without_effect_is_refused(where, name):
     condition = IDLE[where][0]
     value, default = other_than_default(name), MoEConfig.model_fields[name].default
@@ -254,9 +251,7 @@ def test_with_a_router_goes_what_a_recipe_said_of_its_logits():
     recipe = GPTRunConfig(model={"moe": {"z_loss_weight": 0.1, "weight_scale": 2.0}})
     hashed = recipe.updated({"model.moe.router": "hash"}).model.moe
     assert hashed == MoEConfig(router="hash", weight_scale=2.0)
-    with pytest.raises(
-        ConfigError, match=r"model\.moe\.z_loss_weight=0.2: has no effect with router"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.moe\.z_loss_weight=0.2: has no effect with router"):
         recipe.updated({"model.moe.router": "hash", "model.moe.z_loss_weight": 0.2})
 
 
@@ -270,12 +265,8 @@ def test_the_model_of_a_run_with_an_idle_option_is_built():
 
 
 def test_decay_fraction_needs_wsd():
-    assert (
-        GPTRunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
-    )
-    with pytest.raises(
-        ConfigError, match="decay_fraction=0.5: has no effect with optim.schedule=cosine"
-    ):
+    assert GPTRunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
+    with pytest.raises(ConfigError, match="decay_fraction=0.5: has no effect with optim.schedule=cosine"):
         GPTRunConfig(optim={"decay_fraction": 0.5})
 
 
@@ -295,9 +286,7 @@ def test_the_same_error_from_every_door():
         lambda: MoEConfig(top_k=9),
     ]
     for door in doors:
-        with pytest.raises(
-            ConfigError, match=r"top_k=9: must be at most .*; lower top_k"
-        ) as caught:
+        with pytest.raises(ConfigError, match=r"top_k=9: must be at most .*; lower top_k") as caught:
             door()
         assert "\n" not in str(caught.value)
 
@@ -407,9 +396,7 @@ def test_the_warm_up_of_a_whole_section_is_kept():
 def test_who_has_no_home_folder_is_told(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "~")
-    with pytest.raises(
-        ConfigError, match="there is no home folder; set HOME, or write the whole path"
-    ):
+    with pytest.raises(ConfigError, match="there is no home folder; set HOME, or write the whole path"):
         user_cache_dir()
 
 

@@ -92,7 +92,8 @@ def test_both_names_are_refused(kind):
 def test_both_names_in_a_change_are_refused(changes):
     with pytest.raises(
         ConfigError,
-        match=r"^parallel\.shadow_experts=1: is a former name, and is given beside parallel\.replicated_experts; leave it out$",
+        match=r"^parallel\.shadow_experts=1: is a former name, and is given beside parallel\.replicated_experts; "
+        r"leave it out$",
     ):
         RECIPES["gpt-moe-test"]().updated(changes)
 

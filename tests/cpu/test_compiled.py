@@ -1,4 +1,5 @@
-"""Compiled steps against the model as it is: the same bits for every router, every number of tokens, and what goes wrong."""
+"""Compiled steps against the model as it is: the same bits for every router, every number of tokens, and what goes
+wrong."""
 
 import copy
 import subprocess

@@ -1,4 +1,5 @@
-"""Captured decode steps, with a stand-in for a GPU's graphs: replays equal the model, prompts and padding change nothing."""
+"""Captured decode steps, with a stand-in for a GPU's graphs: replays equal the model, prompts and padding change
+nothing."""
 
 import pytest
 import torch
@@ -139,9 +140,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("chunks", "rows", "expected"), SHAPES.values(), ids=SHAPES)
 def test_sizes_of_padding(monkeypatch, chunks, rows, expected):
-    steps = CapturedSteps(
-        num_blocks=40, block_size=4, max_len=128, most_tokens=6, device="cpu", graphs=None
-    )
+    steps = CapturedSteps(num_blocks=40, block_size=4, max_len=128, most_tokens=6, device="cpu", graphs=None)
     found = steps.padding(StepBatch(chunks, rows))
     assert (found and found[:2]) == expected
     assert found is None or found.spare_slot == 160

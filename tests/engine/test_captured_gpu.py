@@ -1,4 +1,5 @@
-"""With a GPU: captured decode steps say what launched ones do, bit by bit in deterministic mode, and take the memory that is said."""
+"""With a GPU: captured decode steps say what launched ones do, bit by bit in deterministic mode, and take the memory
+that is said."""
 
 import pytest
 import torch

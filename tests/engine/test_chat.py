@@ -123,9 +123,7 @@ def test_a_model_that_knows_no_conversations_says_so():
 def test_messages_are_json_too_and_may_say_nothing(engine):
     assert engine.chat_ids(json.loads(json.dumps(TALK))) == engine.chat_ids(TALK)
     nothing = {"role": "assistant", "content": None}
-    assert engine.chat_ids([*ASKED, nothing]) == engine.chat_ids(
-        [*ASKED, {**nothing, "content": ""}]
-    )
+    assert engine.chat_ids([*ASKED, nothing]) == engine.chat_ids([*ASKED, {**nothing, "content": ""}])
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     for ask, what in (
         (

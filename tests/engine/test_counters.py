@@ -1,4 +1,5 @@
-"""What the statistics count: tokens when they are computed or found, once, however often a step was tried or repeated."""
+"""What the statistics count: tokens when they are computed or found, once, however often a step was tried or
+repeated."""
 
 import pytest
 import torch

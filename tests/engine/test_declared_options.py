@@ -1,4 +1,5 @@
-"""An option of a request is declared once: two files give a new one to Python, the command line, HTTP, help and the reference."""
+"""An option of a request is declared once: two files give a new one to Python, the command line, HTTP, help and the
+reference."""
 
 import ast
 import contextlib

@@ -70,10 +70,7 @@ def test_answers_are_the_same(kind, cache):
     guessing = Engine(model, deterministic=True, num_draft_tokens=4, **cache)
     assert answers(guessing, params) == answers(plain, params)
     stats = guessing.stats()
-    assert (
-        stats.num_used_blocks == 0
-        and stats.num_generated_tokens == plain.stats().num_generated_tokens
-    )
+    assert stats.num_used_blocks == 0 and stats.num_generated_tokens == plain.stats().num_generated_tokens
     if kind == KINDS["greedy"]:
         assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
     if cache == {} and kind == KINDS["greedy"]:
@@ -93,7 +90,8 @@ def test_greedy_tokens_of_every_router_are_the_same(router):
 
 
 def test_drawn_tokens_have_the_same_distribution():
-    """Each guess is taken as often as it is likely: counts of pairs, where the second may be a guess, equal those without to the last one."""
+    """Each guess is taken as often as it is likely: counts of pairs, where the second may be a guess, equal those
+    without to the last one."""
     model = gpt(vocab_size=4, init_std=0.2)
     prompt = [1, 2, 1, 2, 1]
     params = [SamplingParams(seed=seed, max_tokens=4) for seed in range(400)]

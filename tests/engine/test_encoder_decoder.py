@@ -16,9 +16,7 @@ from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 
-CONFIG = ModelConfig(
-    vocab_size=50, max_seq_len=24, dim=16, num_layers=1, num_heads=2, num_kv_heads=1
-)
+CONFIG = ModelConfig(vocab_size=50, max_seq_len=24, dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
 SOURCES = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3, 5]]
 PROMPTS = [[7], [8, 9, 10], [7, 11]]
 
@@ -72,9 +70,7 @@ class Toy(nn.Module):
         x = self.embedding(ids_BS)
         x = x + self.attention(x, cos=cos, sin=sin, context=context)
         seen = cache.memory_mask_BS[:, None]
-        x = x + F.scaled_dot_product_attention(
-            self.query(x), cache.memory_BSD, cache.memory_BSD, attn_mask=seen
-        )
+        x = x + F.scaled_dot_product_attention(self.query(x), cache.memory_BSD, cache.memory_BSD, attn_mask=seen)
         return self.output(self.dropout(x[:, -1]))
 
 

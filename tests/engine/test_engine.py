@@ -1,4 +1,5 @@
-"""The engine against full forward passes of the same model: tokens, logprobs, ends, and what neighbours may not change."""
+"""The engine against full forward passes of the same model: tokens, logprobs, ends, and what neighbours may not
+change."""
 
 import math
 import sys
@@ -70,9 +71,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_full_passes(cache):
         assert list(output.token_ids) == tokens and output.finish_reason == "length"
         for one, row in zip(output.logprobs, scores, strict=True):
             expected = row[list(dict(one.top))]
-            assert_close_fp64(
-                torch.tensor([p for _, p in one.top], dtype=torch.float64), expected, what="top"
-            )
+            assert_close_fp64(torch.tensor([p for _, p in one.top], dtype=torch.float64), expected, what="top")
             assert dict(one.top)[one.token_id] == one.logprob
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
@@ -82,9 +81,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_full_passes(cache):
 def test_prompts_are_scored_and_experts_returned():
     model = gpt()
     engine = Engine(model, token_budget=7)
-    params = SamplingParams(
-        temperature=0, max_tokens=4, prompt_logprobs=0, return_routed_experts=True, n=2
-    )
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, return_routed_experts=True, n=2)
     for output in engine.generate([PROMPTS[3], PROMPTS[3]], params):
         ids = torch.tensor([[*output.prompt_ids, *output.token_ids]])
         with torch.no_grad():
@@ -150,12 +147,9 @@ def test_deterministic_bits_do_not_depend_on_neighbours(router, dtype):
 def test_draws_follow_the_distribution_whatever_the_batch():
     model = gpt()
     params = [
-        SamplingParams(temperature=0.7, top_k=8, top_p=0.8, min_p=0.02, seed=s, max_tokens=1)
-        for s in range(3000)
+        SamplingParams(temperature=0.7, top_k=8, top_p=0.8, min_p=0.02, seed=s, max_tokens=1) for s in range(3000)
     ]
-    found = Counter(
-        o.token_ids[0] for o in Engine(model, max_sequences=300).generate([[5, 6]] * 3000, params)
-    )
+    found = Counter(o.token_ids[0] for o in Engine(model, max_sequences=300).generate([[5, 6]] * 3000, params))
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6]])).logits_BSV[0, -1] / 0.7
     kept = logits.topk(8)
@@ -175,13 +169,9 @@ def test_penalties_biases_and_least_lengths():
     engine = Engine(model, end_ids=[alone(model, [5, 6, 7], 1)[0][0]])
     (ended,) = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=5))
     assert ended.finish_reason == "stop" and len(ended.token_ids) == 1
-    (longer,) = engine.generate(
-        [5, 6, 7], SamplingParams(temperature=0, max_tokens=5, min_tokens=3)
-    )
+    (longer,) = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=5, min_tokens=3))
     assert len(longer.token_ids) >= 3 and longer.token_ids[0] != ended.token_ids[0]
-    (biased,) = engine.generate(
-        [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, logit_bias={11: 100})
-    )
+    (biased,) = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, logit_bias={11: 100}))
     assert biased.token_ids == (11, 11, 11)
     for penalty in (
         {"frequency_penalty": 2.0},
@@ -198,9 +188,7 @@ def test_penalties_biases_and_least_lengths():
                 if kind == "repetition_penalty":
                     logits[other] *= 1 / 1.7 if logits[other] > 0 else 1.7
                 else:
-                    logits[other] -= 2.0 * (
-                        ids[3:].count(other) if kind == "frequency_penalty" else 1
-                    )
+                    logits[other] -= 2.0 * (ids[3:].count(other) if kind == "frequency_penalty" else 1)
             assert token == int(logits.argmax()), kind
             ids.append(token)
 
@@ -220,23 +208,16 @@ def test_stops_neither_eat_nor_leave_text(writer, tokenizer):
     drawn = SamplingParams(temperature=1.5, seed=3, max_tokens=40)
     (whole,) = engine.generate(["ab"], drawn)
     text = whole.text
-    assert (
-        text
-        == "".join(map((stream := TextStream(tokenizer)).feed, whole.token_ids)) + stream.finish()
-    )
+    assert text == "".join(map((stream := TextStream(tokenizer)).feed, whole.token_ids)) + stream.finish()
     for size in (1, 2, 5):
         for at in range(3, len(text) - size, 4):
             stop = text[at : at + size]
-            params = SamplingParams(
-                temperature=1.5, seed=3, max_tokens=40, stop=["\u0000never", stop]
-            )
+            params = SamplingParams(temperature=1.5, seed=3, max_tokens=40, stop=["\u0000never", stop])
             (cut,) = engine.generate(["ab"], params)
             assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
             given = [one.text for one in engine.stream("ab", params)]
             assert given[-1] == cut.text
-            assert all(
-                later.startswith(early) for early, later in zip(given, given[1:], strict=False)
-            )
+            assert all(later.startswith(early) for early, later in zip(given, given[1:], strict=False))
 
 
 def test_streams_that_are_left_hold_nothing(writer, tokenizer):

@@ -102,9 +102,7 @@ def test_added_requests_that_end_in_steps_of_iterators_come_with_the_next_step(i
 
 def test_new_weights_leave_what_was_said_of_earlier_tokens():
     engine, other = Engine(gpt()), GPT(gpt().config, dtype=torch.float64, seed=2)
-    params = SamplingParams(
-        n=2, seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0, return_routed_experts=True
-    )
+    params = SamplingParams(n=2, seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0, return_routed_experts=True)
     engine.add(PROMPTS[3], params)
     for _ in range(4):
         before = engine.step()

@@ -84,7 +84,8 @@ def test_bits_stay_with_copies_and_while_experts_move(dtype, two_ranks, four_ran
 
 
 def rows_of_a_rank():
-    """Rows that this rank computes for the same prompts, before experts have been placed by load, and after; and the placements."""
+    """Rows that this rank computes for the same prompts, before experts have been placed by load, and after; and the
+    placements."""
     model = gpt(torch.float64, moe={"num_experts": (8,), "top_k": 2}, num_layers=1)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     with torch.no_grad():  # chosen as by Zipf: each expert half as likely as the one before
@@ -146,8 +147,16 @@ def mistakes():
 
 def test_mistakes_are_named(two_ranks):
     expected = (
-        "num_redundant_experts=1: the 4 experts and their copies must fill equal slots of 2 parts, each part one copy at most; use 2",
-        "num_redundant_experts=6: the 4 experts and their copies must fill equal slots of 2 parts, each part one copy at most; use 4",
+        (
+            "num_redundant_experts=1: the 4 experts and their copies must fill equal slots of 2 parts, each part one "
+            "copy "
+            "at most; use 2"
+        ),
+        (
+            "num_redundant_experts=6: the 4 experts and their copies must fill equal slots of 2 parts, each part one "
+            "copy "
+            "at most; use 4"
+        ),
         "enable_eplb=True: has no effect where each rank has all experts",
         "enable_eplb=True: has no effect where each rank has all experts",
     )

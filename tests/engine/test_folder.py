@@ -46,9 +46,7 @@ def test_a_folder_can_be_served_deterministically(folder):
     params = em.SamplingParams(temperature=1.0, seed=3, max_tokens=8, logprobs=0)
     together = engine.generate(PROMPTS, [params] * len(PROMPTS))  # each with the seed of one alone
     alone = [em.Engine(folder, deterministic=True).generate(p, params)[0] for p in PROMPTS]
-    assert [(o.token_ids, o.logprobs) for o in together] == [
-        (o.token_ids, o.logprobs) for o in alone
-    ]
+    assert [(o.token_ids, o.logprobs) for o in together] == [(o.token_ids, o.logprobs) for o in alone]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

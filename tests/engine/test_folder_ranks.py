@@ -1,4 +1,5 @@
-"""Folders that an engine opens over ranks, experts in 8 and 4 bits and experts in slots among them, answer as on one process."""
+"""Folders that an engine opens over ranks, experts in 8 and 4 bits and experts in slots among them, answer as on one
+process."""
 
 import itertools
 
@@ -60,7 +61,8 @@ def place(tmp_path_factory):
 
 
 def compared(cases):
-    """Of each case, how answers differ from those of one process; experts that slots missed, and those moved; rank 0's share of bytes."""
+    """Of each case, how answers differ from those of one process; experts that slots missed, and those moved; rank 0's
+    share of bytes."""
     found = []
     for folder, params, parallel, options in cases:
         engine = em.Engine(folder, parallel=parallel, **COMMON, **options)
@@ -89,9 +91,7 @@ def bytes_of_experts(engine):
 def test_same_tokens_as_one_process(place, num_ranks, two_ranks, four_ranks):
     cases = [
         (place / name, params, parallel, {"dtype": "float64", **slots})
-        for (name, parallel, slots), params in zip(
-            CASES[num_ranks], itertools.cycle((PARAMS, DRAWN)), strict=False
-        )
+        for (name, parallel, slots), params in zip(CASES[num_ranks], itertools.cycle((PARAMS, DRAWN)), strict=False)
     ]
     pool = {2: two_ranks, 4: four_ranks}[num_ranks]
     found, *_ = pool.run(compared, cases)
@@ -134,7 +134,11 @@ def mistakes(place):
 
 def test_mistakes_are_named(place, four_ranks):
     expected = (
-        "slices of their hidden_dim 256 in whole groups of 128 must make the ranks; use ep_degree x es_degree of 4 x 1, 2 x 2",
+        (
+            "slices of their hidden_dim 256 in whole groups of 128 must make the ranks; use ep_degree x es_degree of "
+            "4 x "
+            "1, 2 x 2"
+        ),
         "whole groups of 64 must make the ranks; use ep_degree x es_degree of 4 x 1, 2 x 2, 1 x 4",
         "expert_slots=3: a layer has 1 experts on a rank; use at most 1",
         "enable_eplb=True: moves experts between the ranks' memories",

@@ -116,9 +116,7 @@ def test_a_cut_answer_says_length_and_ends_count_in_any_case():
     text = {"type": "string", "minLength": 50}
     (cut,) = made.generate([PROMPT], SamplingParams(json_schema=text, max_tokens=5, seed=0))
     assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
-    params = SamplingParams(
-        json_schema={"const": 1}, ignore_eos=True, min_tokens=30, max_tokens=40, logprobs=1
-    )
+    params = SamplingParams(json_schema={"const": 1}, ignore_eos=True, min_tokens=30, max_tokens=40, logprobs=1)
     (short,) = made.generate([PROMPT], params)
     assert (short.finish_reason, short.text) == ("stop", "1")
 
@@ -183,11 +181,7 @@ def test_every_answer_matches_unless_it_is_cut(options):
         for seed in range(4)
     ]
     outputs = made.generate([PROMPT] * len(params), params)
-    whole = {
-        one.text: expressions[i // 4]
-        for i, one in enumerate(outputs)
-        if one.finish_reason == "stop"
-    }
+    whole = {one.text: expressions[i // 4] for i, one in enumerate(outputs) if one.finish_reason == "stop"}
     assert {*whole.values()} == {*expressions}
     for text, expression in whole.items():
         assert re.fullmatch(expression, text), text

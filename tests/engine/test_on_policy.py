@@ -122,9 +122,9 @@ def gradients(model, routing):
 def test_gradients_are_as_exact_as_those_of_the_ordinary_forward(router, dtype):
     """The two-times rule on medians over several weights; experts are those of the oracle in all precisions.
 
-    Rounding of many tokens adds up in a bias of two numbers, which has one degree of freedom: of its errors one in some weights is ten
-    times the others in either arithmetic, and where its terms cancel nothing is left to divide by. So medians of errors are compared,
-    relative to the parameter's gradients for all weights.
+    Rounding of many tokens adds up in a bias of two numbers, which has one degree of freedom: of its errors one in some
+    weights is ten times the others in either arithmetic, and where its terms cancel nothing is left to divide by. So
+    medians of errors are compared, relative to the parameter's gradients for all weights.
     """
     moe = ROUTERS[router]
     params = SamplingParams(max_tokens=1, return_routed_experts=True, seed=0)
@@ -152,7 +152,8 @@ ALL_ROUTERS = {name: moe for name, moe in ROUTERS.items() if name != "hash"}
 
 @pytest.mark.parametrize("router", ALL_ROUTERS.values(), ids=ALL_ROUTERS)
 def test_experts_of_the_engine_are_replayed(router):
-    """Weights have changed so much that routers would choose others; all layers compute what they are told, and learn."""
+    """Weights have changed so much that routers would choose others; all layers compute what they are told, and
+    learn."""
     params = SamplingParams(seed=2, n=2, max_tokens=7, return_routed_experts=True)
     outputs = Engine(gpt(moe=router)).generate(PROMPTS, params)
     ids = [[*o.prompt_ids, *o.token_ids] for o in outputs]

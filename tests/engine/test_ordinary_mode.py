@@ -1,4 +1,5 @@
-"""The ordinary mode computes the bits of the deterministic one where the kernels in C are the only way: BF16 by the processor's own instructions."""
+"""The ordinary mode computes the bits of the deterministic one where the kernels in C are the only way: BF16 by the
+processor's own instructions."""
 
 from importlib.util import find_spec
 

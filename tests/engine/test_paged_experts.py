@@ -66,15 +66,11 @@ def forms_and_ways():
 
 
 @pytest.mark.parametrize(("name", "fetch_ahead", "deterministic"), [*forms_and_ways()])
-def test_answers_have_the_bits_of_experts_that_are_all_there(
-    place, name, fetch_ahead, deterministic
-):
+def test_answers_have_the_bits_of_experts_that_are_all_there(place, name, fetch_ahead, deterministic):
     options = {"deterministic": deterministic}
     expected = answers(em.Engine(place / name, **options))
     for slots in (1, 3, E):
-        engine = em.Engine(
-            place / name, expert_slots=slots, expert_fetch_ahead=fetch_ahead, **options
-        )
+        engine = em.Engine(place / name, expert_slots=slots, expert_fetch_ahead=fetch_ahead, **options)
         assert answers(engine) == expected
         for counts in engine.expert_paging():
             assert (counts.bypasses > 0) == (slots < E)
@@ -158,9 +154,7 @@ def test_what_was_fetched_ahead_is_there_and_an_error_of_it_is_raised():
 
 @given(
     st.integers(1, 4),
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.booleans()), max_size=30
-    ),
+    st.lists(st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.booleans()), max_size=30),
 )
 def test_no_two_experts_have_one_slot(num_slots, steps):
     slots, present = ExpertSlots(num_slots), {}
@@ -244,9 +238,7 @@ def test_a_model_of_three_times_the_limit_answers(place, tmp_path):
         except (MemoryError, RuntimeError, em.ConfigError):
             print("without slots: no")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
     numbers, refused = done.stdout.splitlines()
     count, grown = json.loads(numbers)
     assert count == 3 and grown < room and refused == "without slots: no"

@@ -25,7 +25,9 @@ from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
-DRAWN = SamplingParams(temperature=1.2, top_k=20, max_tokens=7, n=2, seed=3, prompt_logprobs=1, return_routed_experts=True)  # fmt: skip
+DRAWN = SamplingParams(
+    temperature=1.2, top_k=20, max_tokens=7, n=2, seed=3, prompt_logprobs=1, return_routed_experts=True
+)
 SHARES = {
     2: [{}, {"tp_degree": 2}, {"es_degree": 2}, {"tp_degree": 2, "ep_degree": 1, "es_degree": 1}],
     4: [
@@ -85,12 +87,12 @@ def compared(cases):
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_same_tokens_as_one_process(num_ranks, rounds, two_ranks, four_ranks):
-    """Each share of the model once, models, draws and engines by turns; every share with other ones in further rounds."""
+    """Each share of the model once, models, draws and engines by turns; every share with other ones in further
+    rounds."""
     models, params = itertools.cycle(MODELS.values()), itertools.cycle((PARAMS, DRAWN))
     engines = itertools.cycle(({}, {"num_blocks": 14}, {"num_draft_tokens": 2}))
     cases = [
-        (next(models), "float64", next(params), parallel, next(engines))
-        for parallel in SHARES[num_ranks] * rounds
+        (next(models), "float64", next(params), parallel, next(engines)) for parallel in SHARES[num_ranks] * rounds
     ]
     found, *_ = {2: two_ranks, 4: four_ranks}[num_ranks].run(compared, cases)
     for case, (same, far) in zip(cases, found, strict=True):
@@ -143,9 +145,7 @@ def test_messages_and_bytes_are_those_of_the_formula(parallel, four_ranks):
 
 def test_steps_survive_their_words():
     params = SamplingParams(max_tokens=6)
-    schedulers = [
-        Scheduler(BlockPool(9, block_size=2), token_budget=5, max_sequences=3) for _ in range(2)
-    ]
+    schedulers = [Scheduler(BlockPool(9, block_size=2), token_budget=5, max_sequences=3) for _ in range(2)]
     joint, writer, reader = GroupScheduler(schedulers), StepWriter(), StepReader()
     for number in range(5):
         prompt = tuple(range(1, 4 + number))
@@ -191,9 +191,7 @@ def mistakes():
         engine(parallel={"zero_stage": 1}),
         engine(parallel={"ep_degree": (2, 1)}),
         engine(parallel=3),
-        lambda: Engine(
-            gpt(torch.float32, batch_invariant=True), deterministic=True, parallel={"es_degree": 2}
-        ),
+        lambda: Engine(gpt(torch.float32, batch_invariant=True), deterministic=True, parallel={"es_degree": 2}),
         lambda: Engine(GPT(dense).eval(), parallel={"ep_degree": (2,)}),
     )
 

@@ -1,4 +1,5 @@
-"""Adapters of requests: tokens, logprobs and bits are those of a model that has the one adapter, or none, whatever is beside it."""
+"""Adapters of requests: tokens, logprobs and bits are those of a model that has the one adapter, or none, whatever is
+beside it."""
 
 import copy
 import gc
@@ -113,8 +114,7 @@ def test_quantised_experts_take_them_as_their_widened_weights_do(tmp_path, form,
     folders = {"a": make_adapter(tmp_path / "a", model.config, seed=1)}
     who = ["a", None, "a"]
     found, expected = (
-        Engine(one, adapters=folders).generate(PROMPTS[:3], SCORED, adapter=who)
-        for one in (model, wide)
+        Engine(one, adapters=folders).generate(PROMPTS[:3], SCORED, adapter=who) for one in (model, wide)
     )
     for answer, other in zip(found, expected, strict=True):
         assert_same(answer, other)
@@ -172,7 +172,8 @@ def test_several_answers_and_streams(folders):
 
 
 def test_our_own_adapters_and_the_model_itself_stay_as_they_were(tmp_path):
-    """Those of `lora.add`, learned or not, are served as they computed; the model does without them outside of a step."""
+    """Those of `lora.add`, learned or not, are served as they computed; the model does without them outside of a
+    step."""
     trained = gpt()
     lora.add(trained, rank=2, alpha=8, seed=0)
     with torch.no_grad():
@@ -257,10 +258,7 @@ def test_a_copy_of_a_model_has_no_adapters_of_its_engine(folders):
 
 def hooks_of(model):
     """How many additions the model's modules would ask for."""
-    return sum(
-        len(module._forward_hooks) + len(getattr(module, "of_rows", ()))
-        for module in model.modules()
-    )
+    return sum(len(module._forward_hooks) + len(getattr(module, "of_rows", ())) for module in model.modules())
 
 
 def test_a_request_that_goes_on_keeps_its_adapter(folders):
@@ -327,9 +325,7 @@ WRONG = {
         "layers.7.* which this model has not",
     ),
     "vocabulary": (
-        change(
-            lambda t: {k.replace("self_attn.q_proj", "mlp.gate"): v for k, v in t.items()}, None
-        ),
+        change(lambda t: {k.replace("self_attn.q_proj", "mlp.gate"): v for k, v in t.items()}, None),
         "mlp.gate, which takes none here",
     ),
     "no factor": (change(lambda t: t | {"x.lora_magnitude": t[Q]}, None), "x.lora_magnitude that"),
@@ -392,7 +388,8 @@ def test_dense_models_take_them_on_attention(tmp_path):
 
 
 def over_ranks(folders):
-    """What mixed requests are answered by ranks, as by one process: to rounding, and in deterministic mode to the bit."""
+    """What mixed requests are answered by ranks, as by one process: to rounding, and in deterministic mode to the
+    bit."""
     found = []
     params = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
     for options, is_exact in (({}, False), ({"batch_invariant": True}, True)):
@@ -407,9 +404,7 @@ def over_ranks(folders):
         here = engine.generate(PROMPTS, params, adapter=WHO)
         engine.unload_adapter("b")
         engine.load_adapter("b", folders["a"])
-        again = engine.generate(
-            PROMPTS, params, adapter=["b" if who == "a" else None for who in WHO]
-        )
+        again = engine.generate(PROMPTS, params, adapter=["b" if who == "a" else None for who in WHO])
         engine.close()
         alone = Engine(whole, adapters=folders, **given).generate(PROMPTS, params, adapter=WHO)
         found.append((*differences(here, alone), differences(again[::3], here[::3])[0]))
@@ -433,9 +428,7 @@ def faults_over_ranks(folder, none):
         Engine(gpt(), adapters=[folder], **options).follow()
     engine = Engine(gpt(), **options)
     if not engine.leads:
-        said += messages_of(
-            lambda: engine.load_adapter("a", folder), lambda: engine.unload_adapter("a")
-        )
+        said += messages_of(lambda: engine.load_adapter("a", folder), lambda: engine.unload_adapter("a"))
         adapters = engine._runner._room_for_adapters()
         load, errors = adapters.load, [MemoryError("no room for it")]
 
@@ -470,7 +463,8 @@ def test_what_fails_on_one_rank_is_said_and_the_others_go_on(folders, tmp_path, 
 
 
 def refused_over_ranks(folder):
-    """What rank 0 says where ranks cut products, move experts, or one of them cannot read an adapter; and how it then answers."""
+    """What rank 0 says where ranks cut products, move experts, or one of them cannot read an adapter; and how it then
+    answers."""
     said = []
     eplb = {"enable_eplb": True}
     for parallel, options in (({"tp_degree": 2}, {}), ({"es_degree": 2}, {}), ({}, eplb), ({}, {})):

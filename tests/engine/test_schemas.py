@@ -1,4 +1,5 @@
-"""Schemas whose compiled form allowed more than they do: rewritten or refused before, and checked when an answer ends."""
+"""Schemas whose compiled form allowed more than they do: rewritten or refused before, and checked when an answer
+ends."""
 
 import json
 import random
@@ -199,9 +200,7 @@ CHECKED = [
 def test_the_check_of_answers_agrees_with_jsonschema(schema):
     import re
 
-    found = SchemaCheck(
-        json.dumps(schema), read_schema(schema).anchors, lambda p, t: bool(re.search(p, t))
-    )
+    found = SchemaCheck(json.dumps(schema), read_schema(schema).anchors, lambda p, t: bool(re.search(p, t)))
     for value in VALUES:
         is_valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(value))
         assert (found.problem(value) is None) == is_valid, value
@@ -209,14 +208,10 @@ def test_the_check_of_answers_agrees_with_jsonschema(schema):
 
 
 def test_the_check_takes_no_exponential_time_and_no_digits_are_too_many():
-    doubled = {
-        "$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)}
-    }
+    doubled = {"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)}}
     doubled["$defs"]["a60"] = {"type": "integer"}
     deep = SchemaCheck(json.dumps({**doubled, "$ref": "#/$defs/a0"}), {}, None)
-    many = SchemaCheck(
-        json.dumps({"items": {"anyOf": [{"const": i} for i in range(2000)]}}), {}, None
-    )
+    many = SchemaCheck(json.dumps({"items": {"anyOf": [{"const": i} for i in range(2000)]}}), {}, None)
     digits = SchemaCheck(json.dumps(number(multipleOf=3)), {}, None)
     begin = time.monotonic()
     assert deep.problem("1") is None and deep.problem('"a"')
@@ -293,9 +288,7 @@ def test_steps_go_on_while_another_thread_s_schema_is_tried():
 
 def test_an_evicted_schema_travels_with_its_request():
     made = engine(max_len=64)
-    ready = made.answer_rules.ready(
-        SamplingParams(json_schema=whole(minimum=0, maximum=9), max_tokens=9)
-    )
+    ready = made.answer_rules.ready(SamplingParams(json_schema=whole(minimum=0, maximum=9), max_tokens=9))
     made.answer_rules.trial = None  # whoever compiles fails
     made.answer_rules._kept.clear()
     (found,) = made.generate([PROMPT], ready)

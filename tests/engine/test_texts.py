@@ -22,7 +22,8 @@ from expertmesh.text.format import text_format
 
 MOE = {"num_experts": (4,), "top_k": 2, "hidden_dim": 32}
 PAGED, IN_STEP = {}, {"max_capacity_factor": 1e6}
-"""Options of layers: the engine serves the first, and the bound of the second, which drops nothing, is for the lockstep loop."""
+"""Options of layers: the engine serves the first, and the bound of the second, which drops nothing, is for the lockstep
+loop."""
 WAYS = {"engine": PAGED, "lockstep": IN_STEP}
 PROMPTS = [[5, 17, 200, 31], [7], [90, 91, 92, 93, 94, 95, 96]]
 
@@ -79,9 +80,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, options: dict[st
 
 def test_both_draw_the_same_numbers() -> None:
     options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 2**63 - 1}
-    paged, in_step = (
-        written_ids(make_model(**way), PROMPTS, max_tokens=9, **options) for way in WAYS.values()
-    )
+    paged, in_step = (written_ids(make_model(**way), PROMPTS, max_tokens=9, **options) for way in WAYS.values())
     assert paged == in_step
 
 
@@ -90,8 +89,7 @@ def test_many_texts_are_continued_a_few_at_a_time(gpt: GPT) -> None:
     sizes: list[int] = []
     hook = gpt.output.register_forward_hook(lambda module, x, y: sizes.append(y[..., 0].numel()))
     together, apart = (
-        [o.token_ids for o in continue_prompts(gpt, PROMPTS, params, batch_size=size)]
-        for size in (3, 2)
+        [o.token_ids for o in continue_prompts(gpt, PROMPTS, params, batch_size=size)] for size in (3, 2)
     )
     hook.remove()
     assert apart == together and max(sizes) == 3
@@ -108,9 +106,7 @@ def test_a_capacity_in_evaluation_drops_nothing_of_what_is_generated() -> None:
 def test_ends_and_stops_end_each_answer_by_itself(gpt: GPT, tokenizer: Tokenizer) -> None:  # noqa: F811
     endless = written_ids(gpt, PROMPTS, max_tokens=20)
     end = endless[0][4]
-    for ids, found in zip(
-        endless, written_ids(gpt, PROMPTS, max_tokens=20, ends=[end]), strict=True
-    ):
+    for ids, found in zip(endless, written_ids(gpt, PROMPTS, max_tokens=20, ends=[end]), strict=True):
         assert found == (ids[: ids.index(end)] if end in ids else ids)
     text = text_format(tokenizer)
     params = SamplingParams(temperature=0, max_tokens=20)
@@ -219,9 +215,7 @@ def test_bad_requests_are_refused_at_once(
         continue_prompts(gpt, prompts, SamplingParams(**options))
 
 
-@pytest.mark.parametrize(
-    "options", [{"n": 2}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}, {"min_tokens": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"n": 2}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}, {"min_tokens": 2}], ids=str)
 def test_what_only_the_engine_serves_is_refused_by_name(options: dict[str, Any]) -> None:
     (name, _) = next(iter(options.items()))
     with pytest.raises(ConfigError, match=f"{name}=.*is not served for a GPT"):

@@ -1,4 +1,5 @@
-"""Converted models answer as transformers' `generate` does; a batch answers as its sequences do alone, but where rounding decides."""
+"""Converted models answer as transformers' `generate` does; a batch answers as its sequences do alone, but where
+rounding decides."""
 
 import copy
 
@@ -31,9 +32,7 @@ SIZES = {
 
 def _qwen():
     own = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-    config = transformers.Qwen3MoeConfig(
-        **SIZES, **own, norm_topk_prob=True, experts_implementation="eager"
-    )
+    config = transformers.Qwen3MoeConfig(**SIZES, **own, norm_topk_prob=True, experts_implementation="eager")
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -95,7 +94,8 @@ def test_tokens_and_logprobs_are_those_of_transformers(both, penalty, how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "shared"])
 def test_a_batch_chooses_other_tokens_only_where_rounding_decides(router, dtype):
-    """The first token that differs has a rival whose logit is, in FP64, within what the two-times rule allows of rounding."""
+    """The first token that differs has a rival whose logit is, in FP64, within what the two-times rule allows of
+    rounding."""
     model = gpt(dtype, moe=ROUTERS[router])
     wide = copy.deepcopy(model).double()
     params = SamplingParams(temperature=0, max_tokens=24)

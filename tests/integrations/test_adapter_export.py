@@ -136,25 +136,20 @@ def test_loss_and_gradients_are_peft_s(name, tmp_path):
     ids = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
     losses = (
         token_losses(ours(ids[:, :-1]).logits_BSV, ids[:, 1:]).mean(),
-        torch.nn.functional.cross_entropy(
-            theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()
-        ),
+        torch.nn.functional.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()),
     )
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
     # gradients in the form of factors, so that they have peft's names
     found = {
-        n: peft_writing.TrainedAdapter(one.a.grad, one.b.grad, one.scaling)
-        for n, one in lora.adapters(ours).items()
+        n: peft_writing.TrainedAdapter(one.a.grad, one.b.grad, one.scaling) for n, one in lora.adapters(ours).items()
     }
     (tmp_path / "gradients").mkdir()
     peft_writing.write_peft_folder(tmp_path / "gradients", ours.config, found, base=None)
     mine = load_file(tmp_path / "gradients" / "adapter_model.safetensors")
     together = {
-        key.replace(".default", ""): parameter.grad
-        for key, parameter in theirs.named_parameters()
-        if "lora_" in key
+        key.replace(".default", ""): parameter.grad for key, parameter in theirs.named_parameters() if "lora_" in key
     }
     assert mine.keys() == together.keys()
     for key, grad in together.items():

@@ -1,4 +1,5 @@
-"""A run's adapters on every family: merged, served, and read by peft and as vLLM reads them, they give the same logits."""
+"""A run's adapters on every family: merged, served, and read by peft and as vLLM reads them, they give the same
+logits."""
 
 import copy
 import json
@@ -60,8 +61,8 @@ def trained(base, chats, place):
 def low_ranks(folder):
     """What an adapter folder adds by module, and the number of experts where it is of all: by vLLM's rules.
 
-    One rank and one scale; the factors of all experts are A (E, r, K), and B (N, r, E), of which the last axis is the expert
-    (`_stack_moe_lora_weights` of vllm/lora/model_manager.py).
+    One rank and one scale; the factors of all experts are A (E, r, K), and B (N, r, E), of which the last axis is the
+    expert (`_stack_moe_lora_weights` of vllm/lora/model_manager.py).
     """
     values, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
     assert not values["rank_pattern"] and not values["alpha_pattern"]

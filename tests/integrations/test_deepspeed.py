@@ -14,7 +14,8 @@ from expertmesh.moe.experts import ExpertList, GroupedExperts
 
 D, E = 6, 5
 SIGNATURE = (
-    "(self, hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, min_capacity=4, "
+    "(self, hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, "
+    "min_capacity=4, "
     "use_residual=False, noisy_gate_policy=None, drop_tokens=True, use_rts=True, use_tutel=False, "
     "enable_expert_tensor_parallelism=False, top2_2nd_expert_sampling=True)"
 )
@@ -50,9 +51,7 @@ def experts_of(moe, make):
     for e in range(E):
         expert = make().double()
         prefix = f"deepspeed_moe.experts.deepspeed_experts.{e}."
-        expert.load_state_dict(
-            {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        )
+        expert.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
         found.append((lambda x, f=expert: f(x)[0]) if make is Tuple else expert)
     return found
 
@@ -67,9 +66,7 @@ def test_signature():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tokens", [1, 3, 22])
 def test_documented_semantics(make, k, training, tokens):
-    moe = build(make, k=k, capacity_factor=1.0, eval_capacity_factor=2.0, min_capacity=2).train(
-        training
-    )
+    moe = build(make, k=k, capacity_factor=1.0, eval_capacity_factor=2.0, min_capacity=2).train(training)
     assert isinstance(moe._layer.experts, ExpertList if make is Tuple else GroupedExperts)
     x = torch.randn(tokens, D, dtype=torch.float64)
     factor = 1.0 if training else 2.0
@@ -106,12 +103,8 @@ def test_residual():
     x = torch.randn(9, D, dtype=torch.float64)
     y, _, _ = moe(x)
     mix = torch.softmax(moe.coefficient(x), -1)
-    routed, _, _ = plain_moe(
-        x, moe._layer.router.proj.weight.detach(), experts_of(moe, grouped_expert), k=1
-    )
-    assert_close_fp64(
-        y.detach(), (routed * mix[:, :1] + moe.mlp(x) * mix[:, 1:]).detach(), what="y"
-    )
+    routed, _, _ = plain_moe(x, moe._layer.router.proj.weight.detach(), experts_of(moe, grouped_expert), k=1)
+    assert_close_fp64(y.detach(), (routed * mix[:, :1] + moe.mlp(x) * mix[:, 1:]).detach(), what="y")
 
 
 def test_noise_is_for_training_and_leaves_the_first_expert():

@@ -19,9 +19,7 @@ from expertmesh.integrations import fairseq, tutel
 from expertmesh.integrations.deepspeed import MoE, load_expert_files, save_expert_files
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed not installed"
-)
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed not installed")
 RANKS, D, E, ROWS, STEPS, MICRO, RATE = 2, 8, 4, 16, 3, 2, 0.5
 PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts."
 CASES = {
@@ -92,7 +90,7 @@ def trained_alone(kind, clip, dtype):
         with torch.no_grad():
             for p, m, g in zip(net.parameters(), main, grads, strict=True):
                 p.copy_(m.sub_(RATE * factor * g))
-    return {name: value.float() if dtype != torch.float64 else value for name, value in net.state_dict().items()}  # fmt: skip
+    return {name: value.float() if dtype != torch.float64 else value for name, value in net.state_dict().items()}
 
 
 def deepspeed_itself():
@@ -120,9 +118,7 @@ def engine_of(model, zero, dtype, clip=0.0):
     }
     groups = split({"params": list(model.parameters()), "name": "all"})
     optimizer = torch.optim.SGD(groups, lr=RATE)
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
-    )[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
 
 def trained_by_the_engine(folder):
@@ -244,7 +240,7 @@ def of_tutel():
 
 
 def of_fairseq():
-    return in_net(fairseq.MOELayer(fairseq.Top2Gate(D, E), nn.ModuleList(grouped() for _ in range(E // RANKS))))  # fmt: skip
+    return in_net(fairseq.MOELayer(fairseq.Top2Gate(D, E), nn.ModuleList(grouped() for _ in range(E // RANKS))))
 
 
 def spread_before(kind="grouped"):
@@ -275,9 +271,7 @@ REFUSED = {
 
 def in_zero_init():
     deepspeed = deepspeed_itself()
-    with deepspeed.zero.Init(
-        config_dict_or_path={"train_batch_size": RANKS, "zero_optimization": {"stage": 3}}
-    ):
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": RANKS, "zero_optimization": {"stage": 3}}):
         return in_net(MoE(D, grouped(), num_experts=E, ep_size=2))
 
 
@@ -340,9 +334,7 @@ def wrapped_experts(wrapper, kind, is_ignored):
     expected = [parameter.grad.clone() for parameter in own]
     net.zero_grad()
     if is_ignored:
-        net._ddp_params_and_buffers_to_ignore = [
-            name for name, _ in net.named_parameters() if "experts" in name
-        ]
+        net._ddp_params_and_buffers_to_ignore = [name for name, _ in net.named_parameters() if "experts" in name]
     try:
         wrapped = DistributedDataParallel(net) if wrapper == "ddp" else torch.distributed.fsdp.fully_shard(net)
         wrapped(x).square().mean().backward()

@@ -1,4 +1,5 @@
-"""The gating functions of the DeepSpeed door against a loop over tokens, and against DeepSpeed's where it is installed."""
+"""The gating functions of the DeepSpeed door against a loop over tokens, and against DeepSpeed's where it is
+installed."""
 
 import importlib.util
 
@@ -117,9 +118,7 @@ def test_unused_tokens_are_not_routed():
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("policy", [None, "Jitter", "RSample"])
 def test_a_gate_is_its_function(k, policy):
-    gate = door.TopKGate(
-        8, E, k=k, min_capacity=0, noisy_gate_policy=policy, eval_capacity_factor=2.0
-    )
+    gate = door.TopKGate(8, E, k=k, min_capacity=0, noisy_gate_policy=policy, eval_capacity_factor=2.0)
     x = torch.randn(S, 8)
     noisy = gate(x)
     assert noisy[1].shape[2] < gate.eval()(x)[1].shape[2]
@@ -138,11 +137,7 @@ def test_mistakes():
 
 @pytest.mark.parametrize("make", ["grouped", "modules"])
 def test_the_inner_layer_has_its_names(make):
-    expert = (
-        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        if make == "grouped"
-        else nn.Linear(8, 8)
-    )
+    expert = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) if make == "grouped" else nn.Linear(8, 8)
     moe, calls = door.MoE(8, expert, num_experts=E, k=2, min_capacity=0), []
     moe.deepspeed_moe.register_forward_hook(lambda *_: calls.append(1))
     _, l_aux, counts = moe(torch.randn(S, 8))
@@ -156,7 +151,11 @@ def test_the_inner_layer_has_its_names(make):
 
 def test_files_of_experts_in_both_directions(tmp_path):
     torch.manual_seed(0)
-    make = lambda: nn.Sequential(nn.Linear(8, 8), door.MoE(8, nn.Linear(8, 8), num_experts=E), door.MoE(8, nn.Linear(8, 8), num_experts=2))  # fmt: skip  # noqa: E731
+
+    def make():
+        layers = (door.MoE(8, nn.Linear(8, 8), num_experts=n) for n in (E, 2))
+        return nn.Sequential(nn.Linear(8, 8), *layers)
+
     model, other = make(), make()
     door.save_expert_files(model, tmp_path, "step3")
     saved = {path.name for path in (tmp_path / "step3").iterdir()}

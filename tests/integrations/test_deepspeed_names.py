@@ -42,9 +42,7 @@ MODULES = "layer utils sharded_moe experts mappings"
 @pytest.mark.parametrize("name", EVERY + WHOLE.split())
 def test_every_name_is_served_or_refused(name):
     if name in door.REFUSED:
-        with pytest.raises(
-            ConfigError, match=f"^deepspeed.moe's {name} has no counterpart here; .+"
-        ):
+        with pytest.raises(ConfigError, match=f"^deepspeed.moe's {name} has no counterpart here; .+"):
             getattr(door, name)
     else:
         assert name in door.__all__ and callable(getattr(door, name))
@@ -159,9 +157,7 @@ WRONG = {
     "k=5": lambda: door.topkgating(LOGITS, 5, 1.0, 0),
     "m is a NoneType": lambda: door.has_moe_layers(None),
     "param_groups is": lambda: door.split_params_into_different_moe_groups_for_optimizer(net()),
-    "a group is": lambda: door.split_params_into_different_moe_groups_for_optimizer(
-        list(net().parameters())
-    ),
+    "a group is": lambda: door.split_params_into_different_moe_groups_for_optimizer(list(net().parameters())),
     "model_parameters": lambda: door.configure_moe_param_groups(net().parameters()),
     "model is a dict": lambda: door.save_expert_files({}, "never-made", "a"),
     "tag='../a'": lambda: door.save_expert_files(net(), "never-made", "../a"),

@@ -1,4 +1,5 @@
-"""The DeepSpeed door on two ranks without DeepSpeed: slices of experts, and files of ranks before the experts are spread."""
+"""The DeepSpeed door on two ranks without DeepSpeed: slices of experts, and files of ranks before the experts are
+spread."""
 
 import pytest
 import torch
@@ -22,12 +23,8 @@ class Tanh(nn.Module):
 
 def layer_of(kind, **options):
     torch.manual_seed(0)
-    expert = (
-        Tanh() if kind == "modules" else nn.Sequential(nn.Linear(D, 6), nn.GELU(), nn.Linear(6, D))
-    )
-    moe = MoE(
-        D, expert, num_experts=E, k=2, drop_tokens=False, top2_2nd_expert_sampling=False, **options
-    ).double()
+    expert = Tanh() if kind == "modules" else nn.Sequential(nn.Linear(D, 6), nn.GELU(), nn.Linear(6, D))
+    moe = MoE(D, expert, num_experts=E, k=2, drop_tokens=False, top2_2nd_expert_sampling=False, **options).double()
     with torch.no_grad():  # experts begin equal
         for parameter in moe.deepspeed_moe.experts.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

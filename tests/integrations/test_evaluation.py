@@ -69,8 +69,7 @@ def judged(tmp_path_factory):
     (folder / "corpus.txt").write_text(text)
     words = text.split()
     quiz = [
-        {"question": " ".join(words[i : i + 5]), "answer": 0, "choices": words[i + 5 : i + 8]}
-        for i in range(0, 60, 10)
+        {"question": " ".join(words[i : i + 5]), "answer": 0, "choices": words[i + 5 : i + 8]} for i in range(0, 60, 10)
     ]
     rows = {"quiz": quiz, "text": [{"text": text[i : i + 300]} for i in (0, 700)]}
     for name, values in rows.items():
@@ -162,8 +161,7 @@ def test_a_capacity_in_evaluation_changes_no_score(judged):
     capped.load_state_dict(model.state_dict())
     asked = requests("loglikelihood", *[("a word " * n, "of text") for n in range(1, 6)])
     free, bound = (
-        ExpertMeshLM(one.eval(), tokenizer, end_id=END, batch_size=5).loglikelihood(asked)
-        for one in (model, capped)
+        ExpertMeshLM(one.eval(), tokenizer, end_id=END, batch_size=5).loglikelihood(asked) for one in (model, capped)
     )
     assert bound == free
 

@@ -16,22 +16,20 @@ D, E = 6, 4
 
 def experts(dropout=0.0):
     return nn.ModuleList(
-        nn.Sequential(nn.Linear(D, 9), nn.ReLU(), nn.Dropout(dropout), nn.Linear(9, D))
-        for _ in range(E)
+        nn.Sequential(nn.Linear(D, 9), nn.ReLU(), nn.Dropout(dropout), nn.Linear(9, D)) for _ in range(E)
     )
 
 
 def test_signatures():
-    assert plain_signature(MOELayer.__init__) == (
-        "(self, gate, experts, args=None, group=None, all2all_group=None)"
-    )
+    assert plain_signature(MOELayer.__init__) == ("(self, gate, experts, args=None, group=None, all2all_group=None)")
     assert plain_signature(Top1Gate.__init__) == (
         "(self, model_dim, num_experts, use_fp32=False, input_noise_type=None, capacity_factor=1.0, "
         "moe_eval_capacity_token_fraction=0.25)"
     )
     assert plain_signature(Top2Gate.__init__) == (
         "(self, model_dim, num_experts, use_fp32=False, second_expert_policy='sampling', "
-        "normalize_gate_prob_before_dropping=False, moe_eval_capacity_token_fraction=0.25, batch_prioritized_routing=False)"
+        "normalize_gate_prob_before_dropping=False, moe_eval_capacity_token_fraction=0.25, "
+        "batch_prioritized_routing=False)"
     )
 
 
@@ -102,9 +100,7 @@ def output_and_gradients(x, own=slice(None)):
 
 def output_of_a_rank(x):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return output_and_gradients(
-        x.chunk(size)[rank], slice(rank * E // size, (rank + 1) * E // size)
-    )
+    return output_and_gradients(x.chunk(size)[rank], slice(rank * E // size, (rank + 1) * E // size))
 
 
 def test_ranks_with_their_own_experts_are_one_process(two_ranks):

@@ -44,9 +44,7 @@ SMALL = {
 
 def lines():
     block = PAGE.read_text().split("| family | `model_type`")[1].split("\n\n")[0]
-    rows = [
-        [cell.strip() for cell in row.strip("| ").split(" | ")] for row in block.splitlines()[2:]
-    ]
+    rows = [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in block.splitlines()[2:]]
     return {row[1].strip("`"): row[2:] for row in rows}
 
 

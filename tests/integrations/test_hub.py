@@ -1,4 +1,5 @@
-"""Checkpoints of the hub in and out: nothing is lost or guessed on the way (`test_hub_parity.py`: and they compute the same)."""
+"""Checkpoints of the hub in and out: nothing is lost or guessed on the way (`test_hub_parity.py`: and they compute the
+same)."""
 
 import copy
 import json
@@ -195,10 +196,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     begin = load_run(tmp_path / "run")
     assert config.model == begin.config.model
     result = train(config)
-    kept, given = (
-        json.loads((tmp_path / run / "tokenizer.json").read_bytes())["model"]
-        for run in ("tuned", "run")
-    )
+    kept, given = (json.loads((tmp_path / run / "tokenizer.json").read_bytes())["model"] for run in ("tuned", "run"))
     assert kept == given
     sources = [Checkpoint(at, prefix="model.") for at in (begin.checkpoint, result.checkpoint)]
     for name in load_pretrained(hub["qwen3_moe"][0]).state_dict():
@@ -273,9 +271,7 @@ def test_each_of_several_ends_ends_a_text(talker, which):
     run, ends = talker
     model, tokenizer = em.load(run)
     prompt, seen = [0, *tokenizer.encode("a").ids], []
-    hook = model.final_norm.register_forward_hook(
-        lambda *call: seen.append(call[2].flatten(0, -2)[-1])
-    )
+    hook = model.final_norm.register_forward_hook(lambda *call: seen.append(call[2].flatten(0, -2)[-1]))
     written_ids(model, [prompt], max_tokens=1)
     hook.remove()
     with torch.no_grad():
@@ -353,9 +349,7 @@ def test_a_converted_tokenizer_ends_texts_by_its_own_token(hub, tmp_path):
 def test_loading_needs_little_more_than_the_model(hub):
     for name in ("mixtral", "glm4_moe", "gpt_oss"):
         folder, _ = hub[name]
-        size = sum(
-            t.numel() * t.element_size() for t in load_pretrained(folder).state_dict().values()
-        )
+        size = sum(t.numel() * t.element_size() for t in load_pretrained(folder).state_dict().values())
         assert peak_bytes(lambda folder=folder: load_pretrained(folder)) <= 1.1 * size
 
 
@@ -430,9 +424,7 @@ def test_a_rank_needs_little_more_than_its_part(tmp_path_factory, two_ranks, lar
 def larger(tmp_path_factory):
     """A model of some layers, so that no tensor is most of it: its hub folder, and a run of it."""
     folder = tmp_path_factory.mktemp("larger")
-    model = tiny_model(
-        "qwen3_moe", num_experts=8, top_k=2, vocab_size=VOCAB, num_hidden_layers=6, hidden_size=64
-    )
+    model = tiny_model("qwen3_moe", num_experts=8, top_k=2, vocab_size=VOCAB, num_hidden_layers=6, hidden_size=64)
     model.save_pretrained(folder / "hub", max_shard_size="200KB")
     train_tokenizer(TEXT, vocab_size=VOCAB).save(str(folder / "hub" / "tokenizer.json"))
     convert(folder / "hub", folder / "run")

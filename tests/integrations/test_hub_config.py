@@ -1,4 +1,5 @@
-"""What a config.json of the hub says is done, refused or said, in both directions; what it leaves out is as transformers has it."""
+"""What a config.json of the hub says is done, refused or said, in both directions; what it leaves out is as
+transformers has it."""
 
 import copy
 import json
@@ -313,9 +314,7 @@ def test_the_balance_loss_of_a_converted_model_is_that_of_transformers(tmp_path,
     with torch.no_grad():
         stats = ours(ids).stats
         found = torch.stack([s.aux_loss for s in stats]).sum()
-        given, exact = (
-            0.02 * model(ids, output_router_logits=True).aux_loss for model in (theirs, wide)
-        )
+        given, exact = (0.02 * model(ids, output_router_logits=True).aux_loss for model in (theirs, wide))
     sums = numerics.sums_of_terms(torch.full((64 + 5,), found.item() / 64), 0)
     numerics.assert_two_times(found, given.float(), exact.double(), what="balance loss", sums=sums)
     assert len(stats) == layers // changes["decoder_sparse_step"]
@@ -380,9 +379,7 @@ def test_every_option_of_ours_goes_out_or_is_refused_or_said(name):
     before = ModelConfig()
     if name in IDLE_ON_THE_WAY_OUT:
         config = before.updated({f"moe.{name}": IDLE_ON_THE_WAY_OUT[name]})
-        assert left_out_of_ours(config, export_family(config)) == [
-            f"moe.{name}={IDLE_ON_THE_WAY_OUT[name]}"
-        ]
+        assert left_out_of_ours(config, export_family(config)) == [f"moe.{name}={IDLE_ON_THE_WAY_OUT[name]}"]
         return
     changes = {f"moe.{name}": CHANGED[name]}
     if name == "shared_gate":
@@ -411,9 +408,7 @@ OF_MODELS = {
 
 
 @pytest.mark.parametrize("name", OUT)
-@pytest.mark.parametrize(
-    "option", [*OF_MODELS, *(f"moe.{one}" for one in CHANGED if one not in WITH_OTHERS)]
-)
+@pytest.mark.parametrize("option", [*OF_MODELS, *(f"moe.{one}" for one in CHANGED if one not in WITH_OTHERS)])
 def test_what_goes_out_as_olmoe_and_qwen2_moe_comes_back_as_it_was(name, option):
     """Or is refused by its name."""
     changed = OF_MODELS | {f"moe.{one}": value for one, value in CHANGED.items()}

@@ -1,4 +1,5 @@
-"""Families of the hub in the engine: windows behind which texts go on, and Dots1, the family that docs/extending.md adds."""
+"""Families of the hub in the engine: windows behind which texts go on, and Dots1, the family that docs/extending.md
+adds."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""FP8 weights with a scale per block: the numbers that they stand for, whole, in parts and at cut edges, and what is refused."""
+"""FP8 weights with a scale per block: the numbers that they stand for, whole, in parts and at cut edges, and what is
+refused."""
 
 import json
 import shutil
@@ -55,9 +56,7 @@ def pair(request, tmp_path_factory):
     """A folder in FP8, and the one in BF16 that it stands for."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp(request.param)
-    model = tiny_model(
-        request.param, num_experts=4, top_k=2, vocab_size=VOCAB, **CHANGES[request.param]
-    )
+    model = tiny_model(request.param, num_experts=4, top_k=2, vocab_size=VOCAB, **CHANGES[request.param])
     model.to(torch.bfloat16).save_pretrained(place / "wide")
     tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
     tokenizer.save(str(place / "wide/tokenizer.json"))

@@ -1,4 +1,5 @@
-"""Hub folders as other programs write them: what means nothing is left out, what is of another type is read, and what is rounded is said."""
+"""Hub folders as other programs write them: what means nothing is left out, what is of another type is read, and what
+is rounded is said."""
 
 import json
 import logging
@@ -123,9 +124,7 @@ def some(names, dtype):
         (["layers"], torch.float64, torch.float32, "rounded from float64 to the float32"),
     ],
 )
-def test_weights_of_several_types_are_read(
-    tmp_path, tokenizer, caplog, names, dtype, of_files, says
-):
+def test_weights_of_several_types_are_read(tmp_path, tokenizer, caplog, names, dtype, of_files, says):
     change = some(names, dtype)
     folder, tensors = folder_of(tmp_path / "hub", tokenizer, change, dtype=of_files)
     caplog.set_level(logging.WARNING, "expertmesh.integrations")
@@ -140,9 +139,7 @@ def test_weights_of_several_types_are_read(
         return
     assert len(caplog.messages) == 2  # each way says it once
     for message in caplog.messages:
-        assert (
-            says.partition("norm")[0] in message and "as in transformers; keep them by" in message
-        )
+        assert says.partition("norm")[0] in message and "as in transformers; keep them by" in message
     caplog.clear()
     load_pretrained(folder, dtype=of_files)  # who asks for the type knows
     assert caplog.messages == []
@@ -178,9 +175,7 @@ def run_of(path, tokenizer, dtype, **moe):
     tokenizer.save(str(path / "given.json"))
     given = {"data": {"seq_len": 16}, "train": {"run_dir": str(path / "run")}}
     files = {"tokenizer.json": path / "given.json"}
-    save_as_run(
-        model, GPTRunConfig.model_validate({"model": config, **given}), recipe="test", files=files
-    )
+    save_as_run(model, GPTRunConfig.model_validate({"model": config, **given}), recipe="test", files=files)
     return path / "run", model
 
 

@@ -1,8 +1,9 @@
-"""Every family of the hub as a model of ours against transformers: logits, gradients, greedy tokens, names. One row of the table each.
+"""Every family of the hub as a model of ours against transformers: logits, gradients, greedy tokens, names. One row of
+the table each.
 
-The truth is transformers in FP64 throughout (`InFP64`). In FP64 all agree to rounding. In FP32 and BF16 the two-times rule is asked of
-root mean squares over six models. In FP32 no choice of an expert is closer than rounding is; in BF16 every expert is chosen, since rounding
-there moves scores by more than any distance between them.
+The truth is transformers in FP64 throughout (`InFP64`). In FP64 all agree to rounding. In FP32 and BF16 the two-times
+rule is asked of root mean squares over six models. In FP32 no choice of an expert is closer than rounding is; in BF16
+every expert is chosen, since rounding there moves scores by more than any distance between them.
 """
 
 import json

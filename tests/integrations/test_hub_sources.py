@@ -1,4 +1,5 @@
-"""One source for each tensor of a hub folder: the file that the index names, and no other; experts under the names of transformers' modules."""
+"""One source for each tensor of a hub folder: the file that the index names, and no other; experts under the names of
+transformers' modules."""
 
 import json
 
@@ -73,9 +74,7 @@ def both_kinds(folder):
 
 def a_name_twice_in_the_index(folder):
     text = (folder / INDEX).read_text()
-    (folder / INDEX).write_text(
-        text.replace('"weight_map": {', f'"weight_map": {{"{NORM}": "{SHARDS[0]}", ')
-    )
+    (folder / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{"{NORM}": "{SHARDS[0]}", '))
 
 
 def a_name_twice_in_a_header(folder):
@@ -143,9 +142,7 @@ def test_fused_experts_in_fp8_are_read(tmp_path):
             *lead, N, K = tensors[name].shape
             scales = torch.full((*lead, -(-N // 16), -(-K // 16)), 0.25)
             tensors[name] = (tensors[name] * 4).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scales.to(
-                torch.float32 if is_original else torch.float8_e8m0fnu
-            )
+            tensors[f"{name}_scale_inv"] = scales.to(torch.float32 if is_original else torch.float8_e8m0fnu)
         save_file(tensors, path, {"format": "pt"})
         config = json.loads((tmp_path / kind / "config.json").read_text())
         config["quantization_config"] = quantized

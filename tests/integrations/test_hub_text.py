@@ -1,4 +1,5 @@
-"""A converted model gets before a prompt what transformers puts there, and learns to end its answers whatever its template."""
+"""A converted model gets before a prompt what transformers puts there, and learns to end its answers whatever its
+template."""
 
 import json
 import shutil
@@ -24,7 +25,10 @@ from expertmesh.text.format import find_format, hub_start, text_format
 from expertmesh.text.tokenizer import load_tokenizer, own_start, with_start
 from expertmesh.training.loop import train
 
-GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>\n{% endif %}"
+)
 PROMPT = "few words"
 
 
@@ -32,9 +36,7 @@ STARTS = [({}, None, []), ({"bos_token": "<|begin|>"}, None, []), ({}, "<|begin|
 
 
 @pytest.mark.parametrize(("options", "start", "expected"), STARTS)
-def test_every_generator_puts_before_a_prompt_what_transformers_does(
-    tmp_path, capsys, options, start, expected
-):
+def test_every_generator_puts_before_a_prompt_what_transformers_does(tmp_path, capsys, options, start, expected):
     source = hub_folder(tmp_path / "hub", tokenizer=byte_tokenizer(start=start), options=options)
     theirs = AutoTokenizer.from_pretrained(source)
     ids = theirs(PROMPT)["input_ids"]
@@ -103,10 +105,7 @@ def own(request, tmp_path_factory):
     for i in range(20):
         (folder / f"{i}.txt").write_text(f"{i} words of text. " * 9)
     talk = [{"role": r, "content": "words of text"} for r in ("user", "assistant")]
-    lines = [
-        json.dumps({"messages": [*talk, {"role": "user", "content": str(i)}, talk[1]]})
-        for i in range(40)
-    ]
+    lines = [json.dumps({"messages": [*talk, {"role": "user", "content": str(i)}, talk[1]]}) for i in range(40)]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     changes = {
         "data.path": str(folder / ("*.txt" if request.param == "texts" else "chats.jsonl")),
@@ -195,9 +194,7 @@ def test_a_given_tokenizer_keeps_its_files_and_gets_the_start(own, tmp_path):
     made = json.loads((tmp_path / "hub" / "tokenizer_config.json").read_text())
     ours = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>"}
     assert made == {"eos_token": "<|endoftext|>", "x": 1, **ours}
-    kinds = json.loads((tmp_path / "hub" / "tokenizer.json").read_text())["post_processor"][
-        "processors"
-    ]
+    kinds = json.loads((tmp_path / "hub" / "tokenizer.json").read_text())["post_processor"]["processors"]
     assert [one["type"] for one in kinds] == ["ByteLevel", "TemplateProcessing"]
 
 
@@ -286,9 +283,7 @@ def test_the_start_of_a_folder_without_a_tokenizer_is_nothing(tmp_path):
 def tuned(tmp_path_factory):
     """A GLM-4-MoE of three layers that learned short answers by a template without ends."""
     folder = tmp_path_factory.mktemp("glm")
-    source = hub_folder(
-        folder / "hub", "glm4_moe", options={"chat_template": GLM}, num_hidden_layers=3
-    )
+    source = hub_folder(folder / "hub", "glm4_moe", options={"chat_template": GLM}, num_hidden_layers=3)
     convert(source, folder / "run")
     lines = []
     for i in range(60):
@@ -341,9 +336,7 @@ def test_what_it_learned_to_stop_at_goes_to_the_hub(tuned, tmp_path):
     ends = [tokenizer.token_to_id(mark) for mark in ("<|endoftext|>", "<|user|>")]
     assert set(GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id) == set(ends)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ids = find_format(tokenizer, tuned / "tuned" / "tokenizer.json").prompt(
-        [{"role": "user", "content": "say c2"}]
-    )
+    ids = find_format(tokenizer, tuned / "tuned" / "tokenizer.json").prompt([{"role": "user", "content": "say c2"}])
     found = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(found[0, len(ids) :].tolist(), skip_special_tokens=True) == "ok"
     assert load_run(tuned / "tuned").config.model.start_ids == ()

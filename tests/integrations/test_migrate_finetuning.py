@@ -1,4 +1,5 @@
-"""Every row of docs/migrate-finetuning.md: its value and default here by a resolved run, its name and default there by TRL and peft."""
+"""Every row of docs/migrate-finetuning.md: its value and default here by a resolved run, its name and default there by
+TRL and peft."""
 
 import dataclasses
 import re
@@ -105,9 +106,7 @@ def test_a_name_of_theirs_answers_with_ours(name, base):
         finetune(str(base)).updated({theirs: 1})
 
 
-ABSENT_ROWS = {
-    name: row[1] for row in rows_of(SECTIONS[-1]) for name in re.findall("`([a-z_]+)`", row[0])
-}
+ABSENT_ROWS = {name: row[1] for row in rows_of(SECTIONS[-1]) for name in re.findall("`([a-z_]+)`", row[0])}
 
 
 def test_what_has_no_option_is_what_the_command_line_knows():
@@ -136,10 +135,7 @@ def test_names_and_defaults_of_trl_and_peft():
         system, _, config = section.partition(": ")
         if not config:
             continue
-        fields = {
-            f.name: f
-            for f in dataclasses.fields(getattr({"TRL": trl, "peft": peft}[system], config))
-        }
+        fields = {f.name: f for f in dataclasses.fields(getattr({"TRL": trl, "peft": peft}[system], config))}
         field = fields[quoted(theirs)]
         if (claimed := quoted(default)) is None:
             continue

@@ -73,9 +73,7 @@ def same(theirs, inner, options, *, apart=(), **call):
 
 def of_tutel(gate=None, experts=None, ours=None, call=None, **options):
     gate = {"type": "top", "k": 2, "capacity_factor": 0} | (gate or {})
-    given = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H} | (
-        experts or {}
-    )
+    given = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H} | (experts or {})
     layer = tutel.moe_layer(gate, D, given, **options).double().eval()
     if gate["type"] == "cosine_top":
         nn.init.zeros_(layer._layer.router.cosine_projector.bias)
@@ -118,7 +116,7 @@ TUTEL = {
         {"gate": {"capacity_factor": -0.5}, "ours": {"max_capacity_factor": 0.5, "min_capacity": 1}},
     ],
     "`batch_prioritized_routing`": [
-        {"gate": {"capacity_factor": 0.5}, "batch_prioritized_routing": True, "ours": limited(0.5) | {"drop_policy": "priority"}},
+        {"gate": {"capacity_factor": 0.5}, "batch_prioritized_routing": True, "ours": limited(0.5) | {"drop_policy": "priority"}},  # noqa: E501
         {"gate": {"capacity_factor": 0.5}, "ours": limited(0.5) | {"drop_policy": "first"}},
     ],
     "`normalize_gate`": [
@@ -205,11 +203,7 @@ def of_fairseq(kind, gate, ours, mask=None):
     base |= {"balance_loss": "switch" if k == 1 else "gshard"}
     call = {} if mask is None else {"token_mask": ~mask[:, 0]}
     options = base | ours
-    layer = (
-        MoELayer(dim=D, hidden_dim=D, num_experts=E, router=Copied(gate.wg), **options)
-        .double()
-        .eval()
-    )
+    layer = MoELayer(dim=D, hidden_dim=D, num_experts=E, router=Copied(gate.wg), **options).double().eval()
     for name in options.keys() - {"experts"}:
         assert getattr(layer.options, name) == getattr(inner.options, name), name
     found, stats = layer(tokens(), **call)
@@ -236,7 +230,7 @@ FAIRSEQ = {
         ("Top2Gate", {"moe_eval_capacity_token_fraction": 0.5}, {"eval_capacity_factor": 0.5 * E / 2}),
         ("Top1Gate", {"moe_eval_capacity_token_fraction": 0.0}, {"eval_capacity_factor": 1.0}),
     ],
-    "`second_expert_policy=": [("Top2Gate", {"second_expert_policy": "sampling"}, {"router_noise": "gumbel_after_first"})],
+    "`second_expert_policy=": [("Top2Gate", {"second_expert_policy": "sampling"}, {"router_noise": "gumbel_after_first"})],  # noqa: E501
     "`normalize_gate_prob_before_dropping`": [
         ("Top2Gate", {"normalize_gate_prob_before_dropping": True}, {"normalize_weights": "topk"}),
         ("Top2Gate", {}, {"normalize_weights": "kept"}),
@@ -249,9 +243,7 @@ RUNS = {
     "DeepSpeed `MoE`": (DEEPSPEED, lambda case: of_deepspeed(**case)),
     "fairseq": (FAIRSEQ, lambda case: of_fairseq(*case)),
 }
-CASES = [
-    (t, row, n) for t, (rows, _) in RUNS.items() for row in rows for n in range(len(rows[row]))
-]
+CASES = [(t, row, n) for t, (rows, _) in RUNS.items() for row in rows for n in range(len(rows[row]))]
 
 
 @pytest.mark.parametrize(("table", "row", "number"), CASES)
@@ -269,11 +261,7 @@ def test_every_row_of_a_parent_is_run(table):
 def of_formula(options, *, activation, glu=False, normalize=False, shared=0):
     """MegaBlocks' layer in plain PyTorch, on the weights of a layer with our words; no expert has a bias there."""
     layer = (
-        MoELayer(
-            **{"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2, "bias": False} | options
-        )
-        .double()
-        .eval()
+        MoELayer(**{"dim": D, "hidden_dim": H, "num_experts": E, "top_k": 2, "bias": False} | options).double().eval()
     )
     own, x = {n: p.detach() for n, p in layer.named_parameters()}, tokens()
     weights, ids = torch.softmax(x @ own.pop("router.proj.weight").T, -1).topk(layer.options.top_k)
@@ -310,9 +298,7 @@ def of_scattermoe(given):
     if given == "layer":
         y = layer(x, routing=Routing(ids, weights))[0]
     else:
-        y = functional.moe_mlp(
-            x, w_in, w_out, weights, functional.route_metadata(ids, E), activation="gelu"
-        )
+        y = functional.moe_mlp(x, w_in, w_out, weights, functional.route_metadata(ids, E), activation="gelu")
     assert_close_fp64(y.detach(), expected.detach(), what="y")
 
 
@@ -320,13 +306,9 @@ def of_mixtral(k=2, family="mixtral", **told):
     """A block of transformers itself, its weights handed over as the page says."""
     config = {"hidden_size": D, "num_experts_per_tok": k, "hidden_act": "silu", **told}
     if family == "mixtral":
-        block = MixtralSparseMoeBlock(
-            MixtralConfig(intermediate_size=H, num_local_experts=E, **config)
-        )
+        block = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=H, num_local_experts=E, **config))
     else:
-        block = Qwen3MoeSparseMoeBlock(
-            Qwen3MoeConfig(moe_intermediate_size=H, num_experts=E, **config)
-        )
+        block = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(moe_intermediate_size=H, num_experts=E, **config))
     block = drawn(block)
     normalize = "topk" if told.get("norm_topk_prob", True) else "none"
     layer = MoELayer(
@@ -344,9 +326,7 @@ def of_mixtral(k=2, family="mixtral", **told):
 
 
 def of_gpt_oss():
-    config = GptOssConfig(
-        hidden_size=D, intermediate_size=H, num_local_experts=E, num_experts_per_tok=2
-    )
+    config = GptOssConfig(hidden_size=D, intermediate_size=H, num_local_experts=E, num_experts_per_tok=2)
     block = drawn(GptOssMLP(config))
     layer = MoELayer(
         dim=D, hidden_dim=H, num_experts=E, top_k=2, router_bias=True, bias=True, activation="clamped_swiglu",
@@ -392,8 +372,8 @@ def is_read(**options):
 gelu = nn.functional.gelu
 NO_DOOR = {
     "MegaBlocks": {
-        "`hidden_size`": [lambda: of_formula({"activation": "gelu", "hidden_dim": 7, "top_k": 3, "normalize_weights": "none"}, activation=gelu)],
-        "`mlp_type=": [lambda: of_formula({"activation": "geglu", "normalize_weights": "none"}, activation=gelu, glu=True)],
+        "`hidden_size`": [lambda: of_formula({"activation": "gelu", "hidden_dim": 7, "top_k": 3, "normalize_weights": "none"}, activation=gelu)],  # noqa: E501
+        "`mlp_type=": [lambda: of_formula({"activation": "geglu", "normalize_weights": "none"}, activation=gelu, glu=True)],  # noqa: E501
         "`bias`": [lambda: of_formula({"activation": "relu", "normalize_weights": "none"}, activation=torch.relu)],
         "`moe_capacity_factor`": [lambda: is_read(capacity_factor=0.5, eval_capacity_factor=0.5, min_capacity=0)],
         "`moe_normalize_expert_weights=1`": [
@@ -404,7 +384,7 @@ NO_DOOR = {
         "`moe_loss_weight`": [lambda: is_read(aux_loss_weight=0.1 / 3)],
         "`moe_zloss_weight`": [lambda: is_read(z_loss_weight=0.1 / 3)],
         "`shared_expert`": [
-            lambda: of_formula({"activation": "gelu", "normalize_weights": "none", "num_shared_experts": 1, "shared_hidden_dim": 7}, activation=gelu, shared=7)
+            lambda: of_formula({"activation": "gelu", "normalize_weights": "none", "num_shared_experts": 1, "shared_hidden_dim": 7}, activation=gelu, shared=7)  # noqa: E501
         ],
     },
     "ScatterMoE": {
@@ -426,10 +406,9 @@ NO_DOOR = {
         "gpt-oss: `router.bias`": [of_gpt_oss],
     },
 }  # fmt: skip
-"""Systems without a door by the beginnings of their rows; test_migrate_table.py has the numbers of losses and capacities."""
-NO_DOOR_CASES = [
-    (t, row, n) for t, rows in NO_DOOR.items() for row in rows for n in range(len(rows[row]))
-]
+"""Systems without a door by the beginnings of their rows; test_migrate_table.py has the numbers of losses and
+capacities."""
+NO_DOOR_CASES = [(t, row, n) for t, rows in NO_DOOR.items() for row in rows for n in range(len(rows[row]))]
 
 
 @pytest.mark.parametrize(("table", "row", "number"), NO_DOOR_CASES)
@@ -470,11 +449,7 @@ def test_names_of_tutel_are_what_the_page_says():
 
 
 def test_scripts_of_the_page_are_those_that_are_run():
-    told = {
-        name
-        for row in next(r for h, r in tables().items() if h == "script")
-        for name in NAMED.findall(row[0])
-    }
+    told = {name for row in next(r for h, r in tables().items() if h == "script") for name in NAMED.findall(row[0])}
     assert {name.split()[0] for name in test_parents.CASES} <= told
 
 
@@ -482,5 +457,5 @@ def test_blocks_of_python_of_the_page_run():
     """In a process of their own, which has none of the three packages."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     code = "\n".join(blocks)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]

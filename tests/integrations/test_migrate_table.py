@@ -1,6 +1,7 @@
 """The numbers in the tables of docs/migrate.md: a layer with the options of a row gives what the row's system computes.
 
-transformers is asked itself; of the others the published formula is written here once more, for one token and expert at a time.
+transformers is asked itself; of the others the published formula is written here once more, for one token and expert at
+a time.
 """
 
 import math
@@ -114,9 +115,7 @@ LOSSES = [
         lambda k: sum(
             of_every_layer(
                 k,
-                lambda f, a, m: (
-                    E * W / (L * T * k) * sum(T * x * y for x, y in zip(a, m, strict=True))
-                ),
+                lambda f, a, m: E * W / (L * T * k) * sum(T * x * y for x, y in zip(a, m, strict=True)),
             )
         ),
     ),
@@ -158,9 +157,7 @@ def test_weight_of_transformers_balance_loss(k, layers):
     ours = torch.stack([s.aux_loss for s in stats]).sum().float()
     theirs = W * load_balancing_loss_func(tuple(one.float() for one in logits), E, k)
     choices = [shares_and_scores(one, k)[1:] for one in logits]
-    shares, means = (
-        [sum(v) / layers for v in zip(*c, strict=True)] for c in zip(*choices, strict=True)
-    )
+    shares, means = ([sum(v) / layers for v in zip(*c, strict=True)] for c in zip(*choices, strict=True))
     oracle = torch.tensor(W * E * sum(f * m for f, m in zip(shares, means, strict=True)))
     assert_two_times(ours.detach(), theirs, oracle.double(), what="balance loss")
 
@@ -202,7 +199,8 @@ def test_capacities(system, row, says, k, training, options, rows):
 
 
 WEIGHTS = [
-    # system, row, says, K, normalize_weights; whether weights are divided by the sum over all choices, over those that stay, or not
+    # system, row, says, K, normalize_weights; whether weights are divided by the sum over all choices, over those that
+    # stay, or not
     ("Tutel", "`normalize_gate`", '"none"` for k = 1', 1, "none", None),
     ("Tutel", "`normalize_gate`", '"topk"', 2, "topk", "all"),
     ("DeepSpeed", "`k`", '"none"` for 1', 1, "none", None),

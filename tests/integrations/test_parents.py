@@ -1,7 +1,8 @@
 """Tutel's own examples through the door, with their import lines changed, beside Tutel's own losses.
 
 `EXPERTMESH_PARENTS` names a folder with checkouts: `tutel` of github.com/microsoft/tutel, commit ac0e51b, and
-`DeepSpeedExamples` of github.com/deepspeedai/DeepSpeedExamples, commit 45b4b71. `make test-parents PARENTS=folder` runs this file.
+`DeepSpeedExamples` of github.com/deepspeedai/DeepSpeedExamples, commit 45b4b71. `make test-parents PARENTS=folder` runs
+this file.
 """
 
 import hashlib
@@ -70,9 +71,7 @@ SIX_DIGITS = 1.01e-5
 
 def changed(path, table):
     text = path.read_text()
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[path.stem], (
-        f"{path}: other version"
-    )
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[path.stem], f"{path}: other version"
     for pattern, line in table.items():
         text = re.sub(pattern, line, text, flags=re.MULTILINE)
     return text
@@ -89,17 +88,14 @@ def losses(script, arguments, ranks, *paths):
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
-        env=os.environ
-        | {"PYTHONPATH": ":".join(map(str, [*paths, STAND_INS])), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": ":".join(map(str, [*paths, STAND_INS])), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [float(x) for x in re.findall(r"[lL]oss(?: = |: *)([0-9.]+)", done.stdout)]
 
 
 @pytest.mark.skipif(not (PARENTS / "tutel").is_dir(), reason="EXPERTMESH_PARENTS has no tutel")
-@pytest.mark.parametrize(
-    ("case", "ranks"), [(c, n) for c in CASES for n in (1, 2) if (c, n) != (SHARED, 1)]
-)
+@pytest.mark.parametrize(("case", "ranks"), [(c, n) for c in CASES for n in (1, 2) if (c, n) != (SHARED, 1)])
 def test_tutels_examples(case, ranks, tmp_path):
     name = case.split()[0]
     arguments = CASES[case] + case.split()[1:]

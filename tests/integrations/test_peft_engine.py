@@ -86,8 +86,7 @@ def models_of(name, place, dtype):
     if name not in ("glm4_moe", "deepseek_v3"):
         kinds["all"]["target_parameters"] = EXPERTS
     each = {
-        who: adapted(fresh(), place / who, seed=seed, **options)
-        for seed, (who, options) in enumerate(kinds.items())
+        who: adapted(fresh(), place / who, seed=seed, **options) for seed, (who, options) in enumerate(kinds.items())
     }
     return {None: fresh()} | each
 
@@ -161,11 +160,7 @@ def test_peft_on_our_own_model(tmp_path):
         expected = [greedy(found, prompt, 8)[0] for prompt in PROMPTS]
     again = ExpertMeshForCausalLM(found.config).to(torch.float64).eval()
     again.gpt.load_state_dict(
-        {
-            key.replace("base_layer.", ""): one
-            for key, one in model.gpt.state_dict().items()
-            if "lora_" not in key
-        }
+        {key.replace("base_layer.", ""): one for key, one in model.gpt.state_dict().items() if "lora_" not in key}
     )
     engine = Engine(again.gpt, adapters={"a": tmp_path / "a"})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

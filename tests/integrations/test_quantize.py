@@ -1,4 +1,5 @@
-"""`expertmesh quantize`: folders that compressed-tensors reads to the same bits, and that answer like what they were made of."""
+"""`expertmesh quantize`: folders that compressed-tensors reads to the same bits, and that answer like what they were
+made of."""
 
 import codecs
 import gzip
@@ -31,9 +32,7 @@ OPTIONS = {"model.moe.weight_scale": 2.0}
 
 
 def make_run(place, **changes):
-    config = em.recipe("gpt-moe-test").updated(
-        {"train.dtype": "float32", "model.init_std": 0.2, **changes}
-    )
+    config = em.recipe("gpt-moe-test").updated({"train.dtype": "float32", "model.init_std": 0.2, **changes})
     texts = ["def main():\n    return 'é'\n", "import os\n"] * 30
     place.mkdir()
     train_tokenizer(texts, vocab_size=config.model.vocab_size).save(str(place / "trained.json"))
@@ -89,9 +88,7 @@ def test_compressed_tensors_reads_the_same_bits(place, tmp_path, form, dtype):
             ours = {"w1": w_in[e, 0], "w3": w_in[e, 1], "w2": w_out[e]}
             for name, mine in ours.items():
                 module = f"model.layers.{layer}.block_sparse_moe.experts.{e}.{name}."
-                own = {
-                    n.removeprefix(module): t for n, t in tensors.items() if n.startswith(module)
-                }
+                own = {n.removeprefix(module): t for n, t in tensors.items() if n.startswith(module)}
                 theirs = reader.decompress(own, scheme)["weight"]
                 assert torch.equal(theirs.float(), mine)
                 assert module.removesuffix(".") not in config.ignore
@@ -110,9 +107,7 @@ def test_folders_of_runs_and_of_the_hub_are_the_same_model(place, form):
     source = open_model(place / "run").model.state_dict()
     for name, tensor in model.state_dict().items():
         if ".experts." not in name:
-            assert torch.equal(tensor, source[name]) and torch.equal(
-                tensor, again.state_dict()[name]
-            )
+            assert torch.equal(tensor, source[name]) and torch.equal(tensor, again.state_dict()[name])
 
 
 def test_a_mark_in_a_hub_folders_configuration_is_no_part_of_it(place, tmp_path):
@@ -142,9 +137,7 @@ def test_answers_are_near_those_of_the_source(place, source, form):
 def test_all_layers_are_rounded_on_request(place, tmp_path, form):
     for source in ("run", "own"):
         size = 32 if form == "int4" else None
-        made = quantize(
-            place / source, tmp_path / source, format=form, layers="all", group_size=size
-        )
+        made = quantize(place / source, tmp_path / source, format=form, layers="all", group_size=size)
         part = json.loads((place / f"{source}-{form}/quantization.json").read_text())
         assert made.report["bytes"] < part["bytes"]
         _, model = weights_of(tmp_path / source)

@@ -1,4 +1,5 @@
-"""What methods leave behind where they refuse: nothing. Weights, what learns, modes, modules and configuration are as they were."""
+"""What methods leave behind where they refuse: nothing. Weights, what learns, modes, modules and configuration are as
+they were."""
 
 import copy
 import json
@@ -26,7 +27,7 @@ from expertmesh.integrations.transformers import (
 )
 from expertmesh.models.gpt.config import ModelConfig
 
-SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}  # fmt: skip
+SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}
 
 
 def gpt(**moe):
@@ -108,9 +109,9 @@ REFUSED = {
     "door: no multiple": (door, plain(lambda m: m.resize_token_embeddings(310, 0)), "pad_to_multiple_of=0"),
     "door: too many": (door, plain(lambda m: m.resize_token_embeddings(2**31)), "vocab_size"),
     "door: without the end": (door, plain(lambda m: m.resize_token_embeddings(290)), "leaves no row for eos_token_id"),
-    "door: another embedding": (door, plain(lambda m: m.set_input_embeddings(nn.Embedding(3, 16))), "no module to replace"),
+    "door: another embedding": (door, plain(lambda m: m.set_input_embeddings(nn.Embedding(3, 16))), "no module to replace"),  # noqa: E501
     "door: another head": (door, plain(lambda m: m.set_output_embeddings(nn.Linear(16, 3))), "no module to replace"),
-    "door: positions": (door, plain(lambda m: m.generate(torch.ones(1, 9).long(), max_length=99)), "passes the model's"),
+    "door: positions": (door, plain(lambda m: m.generate(torch.ones(1, 9).long(), max_length=99)), "passes the model's"),  # noqa: E501
     "apply: no experts": (blocks, plain(apply), "no module of experts"),
     "lora: no rank": (gpt, plain(lambda m: em.lora.add(m, rank=0)), "rank=0"),
     "lora: no scale": (gpt, plain(lambda m: em.lora.add(m, alpha=0)), "alpha=0"),
@@ -175,7 +176,7 @@ DOORS = {
         {"type": "top", "k": 2}, 8, {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 16}
     ),
     "tutel, cosine": lambda: tutel.moe_layer(
-        {"type": "cosine_top", "k": 1}, 8, {"type": "llama_ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 16}
+        {"type": "cosine_top", "k": 1}, 8, {"type": "llama_ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 16}  # noqa: E501
     ),
     "deepspeed": lambda: DeepSpeedMoE(8, expert(), num_experts=4, use_residual=True),
     "deepspeed, modules": lambda: DeepSpeedMoE(8, nn.Linear(8, 8), num_experts=4),
@@ -235,7 +236,7 @@ def test_nothing_is_written_where_a_folder_of_the_hub_is_refused(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    ("size", "multiple", "rows"), [(310, None, 310), (300, 64, 320), (None, 7, 301), (257, None, 257), (None, None, 300)]
+    ("size", "multiple", "rows"), [(310, None, 310), (300, 64, 320), (None, 7, 301), (257, None, 257), (None, None, 300)]  # noqa: E501
 )  # fmt: skip
 def test_the_door_has_other_tokens_and_is_saved(size, multiple, rows, tied, tmp_path):
     torch.manual_seed(0)
@@ -251,9 +252,7 @@ def test_the_door_has_other_tokens_and_is_saved(size, multiple, rows, tied, tmp_
     assert model.config.vocab_size == model.config.model.vocab_size == rows == after.shape[-1]
     kept = min(rows, 300)
     oracle = copy.deepcopy(model).double()(ids).logits.detach()
-    numerics.assert_two_times(
-        after[..., :kept], before[..., :kept], oracle[..., :kept], what="logits"
-    )
+    numerics.assert_two_times(after[..., :kept], before[..., :kept], oracle[..., :kept], what="logits")
     model.save_pretrained(tmp_path)
     again = ExpertMeshForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Mixtures of transformers in the engine: tokens of its own `generate` behind windows and chunks, and what is refused by name."""
+"""Mixtures of transformers in the engine: tokens of its own `generate` behind windows and chunks, and what is refused
+by name."""
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ _BART = {"d_model": 32, "decoder_layers": 4, "decoder_attention_heads": 4, "deco
 
 @pytest.mark.parametrize("model_type", ["bart", "pegasus", "gpt2"])
 def test_positions_of_embeddings_are_those_of_the_tokens(model_type):
-    """BART's decoders count them from the length of the cache; `generate` forces a last token, so that logits decide."""
+    """BART's decoders count them from the length of the cache; `generate` forces a last token, so that logits
+    decide."""
     model = tiny(model_type, **(_BART if model_type != "gpt2" else {"n_positions": 64}))
     expected = []
     for prompt in PROMPTS:
@@ -153,9 +155,7 @@ def test_what_depends_on_more_than_a_sequence_and_its_positions_is_refused(chang
     model = tiny("qwen3").to(dtype)
     TransformersDecoder(model)
     model.set_attn_implementation("eager")
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, args, x_BSD: change(args[0], x_BSD)
-    )
+    model.model.embed_tokens.register_forward_hook(lambda module, args, x_BSD: change(args[0], x_BSD))
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM: its logits from position") as caught:
         TransformersDecoder(model)
     assert "\n" not in str(caught.value)
@@ -283,9 +283,7 @@ def test_a_folder_opens_with_its_tokenizer(tmp_path):
 
 def test_a_dense_model_is_served_too():
     model = tiny("qwen3")
-    (answer,) = Engine(TransformersDecoder(model)).generate(
-        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5)
-    )
+    (answer,) = Engine(TransformersDecoder(model)).generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5))
     assert answer.token_ids == own_tokens(tiny("qwen3"), PROMPTS[0], 5)
 
 

@@ -101,7 +101,8 @@ def weighted_gate_and_kept(function, h_RH, s_R):
 
 
 def test_a_gate_in_blocks_keeps_the_rows_alone(threshold):
-    """Many rows cost no intermediate results; a gate with a parameter of its own runs whole, for the parameter's gradient."""
+    """Many rows cost no intermediate results; a gate with a parameter of its own runs whole, for the parameter's
+    gradient."""
     threshold(weighted_gate, "SMALLEST", 1)
     scale = torch.nn.Parameter(torch.full((4,), 2.0))
     for function, is_whole in ((torch.sigmoid, False), (lambda h: torch.sigmoid(h) * scale, True)):
@@ -198,9 +199,7 @@ def test_whole_models_logits_and_gradients(name, dtype):
     ids = torch.randint(61, (2, 7))
     ours = logits_and_gradients(model, ids)
     oracle = logits_and_gradients(model, ids, dtype=torch.float64, implementation="eager")
-    others = [
-        logits_and_gradients(model, ids, implementation=other) for other in ("eager", "grouped_mm")
-    ]
+    others = [logits_and_gradients(model, ids, implementation=other) for other in ("eager", "grouped_mm")]
     assert ours.keys() == oracle.keys()
     for what in ("logits", *(n for n in oracle if ".experts." in n)):
         references = [other[what] for other in others]
@@ -212,9 +211,7 @@ def test_whole_models_logits_and_gradients(name, dtype):
         parts = [(found[n] / numerics.magnitude(oracle[n])).flatten() for n in rest]
         return torch.cat(parts)
 
-    numerics.assert_two_times(
-        pooled(ours), [pooled(other) for other in others], pooled(oracle), what=f"{name} others"
-    )
+    numerics.assert_two_times(pooled(ours), [pooled(other) for other in others], pooled(oracle), what=f"{name} others")
 
 
 def test_apply_says_how_many_modules_it_reached():
@@ -226,9 +223,7 @@ def test_apply_says_how_many_modules_it_reached():
 def test_a_dense_model_is_refused_in_one_line():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no module of experts"):
         apply(LlamaForCausalLM(config))
     with pytest.raises(ConfigError, match="model is a str; it must be a"):
@@ -282,7 +277,8 @@ def test_compiled_training_has_the_same_gradients(name):
 
 def test_activation_checkpointing_gives_the_same_gradients():
     model = tiny_model("qwen3_moe").train()
-    # checkpointing switches the cache off, and keys from a cache are laid out otherwise, for which some processors sum in another order
+    # checkpointing switches the cache off, and keys from a cache are laid out otherwise, for which some processors sum
+    # in another order
     model.config.use_cache = False
     ids = torch.randint(61, (2, 7))
     plain = logits_and_gradients(model, ids)
@@ -316,11 +312,7 @@ def test_a_slice_of_the_hidden_size_gives_its_part_of_the_sum(name):
             if n in biases:
                 setattr(piece, n, torch.nn.Parameter(p * (part == 0)))
                 continue
-            dim = (
-                (2 if "gate_up" in n else 1)
-                if whole.is_transposed
-                else (1 if "gate_up" in n else 2)
-            )
+            dim = (2 if "gate_up" in n else 1) if whole.is_transposed else (1 if "gate_up" in n else 2)
             dim = 1 if n == "gate_up_proj_bias" else dim
             if "gate_up" in n and whole.is_concatenated:
                 cut = torch.cat([half.chunk(2, dim)[part] for half in p.chunk(2, dim)], dim)
@@ -342,12 +334,10 @@ config = mixtral.MixtralConfig(hidden_size=8, intermediate_size=8, num_local_exp
 experts = mixtral.MixtralExperts(config)
 vars(experts).pop("has_post_expert_norm", None)
 print(fused_activation(experts))
-"""
+"""  # noqa: E501
 
 
 def test_a_transformers_without_the_newest_of_its_experts_is_served():
     """One of before implementations of expert parallelism, and norms behind the experts."""
-    ended = subprocess.run(
-        [sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    ended = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.stdout.strip() == "swiglu", ended.stderr

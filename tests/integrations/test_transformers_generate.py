@@ -1,4 +1,5 @@
-"""Generation and evaluation of our GPT in transformers: what `expertmesh.generate` says, whatever the mode, the capacity and the batch."""
+"""Generation and evaluation of our GPT in transformers: what `expertmesh.generate` says, whatever the mode, the
+capacity and the batch."""
 
 import pytest
 import torch

@@ -107,7 +107,8 @@ def test_merging_and_saving_stay_peft_s(tmp_path):
 
 
 def test_adapters_travel_between_peft_and_our_gpt(tmp_path):
-    """A Qwen3-MoE of the hub is fine-tuned as our GPT; peft loads the adapters onto the original, and ours come back."""
+    """A Qwen3-MoE of the hub is fine-tuned as our GPT; peft loads the adapters onto the original, and ours come
+    back."""
     model, text = tiny_model("qwen3_moe", vocab_size=256, num_key_value_heads=1), byte_windows(17)
     model.save_pretrained(tmp_path / "hub")
     ours = load_pretrained(tmp_path / "hub")
@@ -177,9 +178,7 @@ def our_model():
 
 
 @pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
-@pytest.mark.parametrize(
-    "targets", [["experts.w_in"], ["moe.experts.w_out", "moe.experts.w_in"]], ids=len
-)
+@pytest.mark.parametrize("targets", [["experts.w_in"], ["moe.experts.w_out", "moe.experts.w_in"]], ids=len)
 def test_target_parameters_on_stacks_of_four_axes_are_refused_with_the_way_that_works(targets, way):
     model = our_model()
     config = peft.LoraConfig(r=2, target_modules=["qkv"], target_parameters=targets)

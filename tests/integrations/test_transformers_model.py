@@ -1,4 +1,5 @@
-"""Our GPT as a model of transformers: the same numbers, saved and loaded to the bit, generating and trained by transformers' own means."""
+"""Our GPT as a model of transformers: the same numbers, saved and loaded to the bit, generating and trained by
+transformers' own means."""
 
 import copy
 import logging
@@ -55,9 +56,7 @@ def test_the_loss_is_that_of_the_predicted_tokens_and_of_the_routers(model):
 @pytest.mark.parametrize(("vocab", "dim"), [(97, 100), (251, 36), (300, 64)])
 def test_loaded_weights_lie_as_those_that_were_saved(vocab, dim, tied, tmp_path):
     """Mapped from a file they begin anywhere, and products of one row round by that."""
-    gpt = ModelConfig(**config_of().gpt).updated(
-        {"vocab_size": vocab, "dim": dim, "tie_embeddings": tied}
-    )
+    gpt = ModelConfig(**config_of().gpt).updated({"vocab_size": vocab, "dim": dim, "tie_embeddings": tied})
     torch.manual_seed(0)
     model = ExpertMeshForCausalLM(ExpertMeshConfig(gpt=gpt, eos_token_id=0, pad_token_id=0)).eval()
     model.save_pretrained(tmp_path)
@@ -101,15 +100,11 @@ def test_weights_that_stay_on_disk_are_not_missing(tmp_path):
     assert again.gpt.layers[1].moe.experts.w_in.is_meta
     ids = torch.randint(1, 256, (2, 9))
     with torch.no_grad():
-        found, plain, oracle = (
-            one(ids).logits for one in (again, model, copy.deepcopy(model).double())
-        )
+        found, plain, oracle = (one(ids).logits for one in (again, model, copy.deepcopy(model).double()))
     # the norms of queries and keys are not taken in one pass with the rotation
     numerics.assert_two_times(found, plain, oracle, what="logits")
     tied = where | {"gpt.layers.1": "cpu", "gpt.embedding": "disk"}
-    tied = ExpertMeshForCausalLM.from_pretrained(
-        tmp_path, device_map=tied, offload_folder=tmp_path / "disk"
-    )
+    tied = ExpertMeshForCausalLM.from_pretrained(tmp_path, device_map=tied, offload_folder=tmp_path / "disk")
     with pytest.raises(ConfigError, match="gpt.embedding rests on the CPU or on disk"):
         tied(ids)
 
@@ -131,9 +126,7 @@ def test_what_cannot_work_is_refused_in_one_line(model):
     with pytest.raises(ConfigError, match="StaticCache has a fixed size"):
         model(ids, past_key_values=StaticCache(model.config, max_cache_len=8))
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(
-        ConfigError, match=r"has shape \(1, 4\); it must be \(1, 5\), .* \(4 tokens in the cache\)"
-    ):
+    with pytest.raises(ConfigError, match=r"has shape \(1, 4\); it must be \(1, 5\), .* \(4 tokens in the cache\)"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
     window = model.gpt.config.max_seq_len
     full = model(torch.ones(1, window, dtype=torch.int64), use_cache=True).past_key_values
@@ -154,9 +147,7 @@ def trained(model, folder, *, steps, callbacks=(), **options):
         learning_rate=5e-3, per_device_train_batch_size=8, per_device_eval_batch_size=64,
         save_strategy="no", **options,
     )  # fmt: skip
-    trainer = Trainer(
-        model, args, train_dataset=data, eval_dataset=check, callbacks=list(callbacks)
-    )
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=check, callbacks=list(callbacks))
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     return trainer, before
@@ -165,9 +156,7 @@ def trained(model, folder, *, steps, callbacks=(), **options):
 def test_the_trainer_learns_real_text(tmp_path):
     pytest.importorskip("accelerate")
     model = ExpertMeshForCausalLM(config_of(aux_loss_weight=0.01))
-    trainer, before = trained(
-        model, tmp_path, steps=20, gradient_accumulation_steps=2, activation_checkpointing=True
-    )
+    trainer, before = trained(model, tmp_path, steps=20, gradient_accumulation_steps=2, activation_checkpointing=True)
     assert model.gpt.activation_checkpointing
     after = trainer.evaluate()["eval_loss"]
     assert before - after > 0.3, (before, after)

@@ -1,5 +1,5 @@
-"""transformers' Trainer on two ranks, with FSDP and `ep_implementation="expertmesh"`: the weights of one process, whatever
-the family and the number of ranks that share experts, and folders that open on other numbers of them.
+"""transformers' Trainer on two ranks, with FSDP and `ep_implementation="expertmesh"`: the weights of one process,
+whatever the family and the number of ranks that share experts, and folders that open on other numbers of them.
 """
 
 import os
@@ -44,7 +44,7 @@ def opened(folder, ep):
 
 def as_torchrun():
     rank = str(torch.distributed.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}  # fmt: skip
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"ACCELERATE_USE_CPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 

@@ -1,4 +1,5 @@
-"""What comes after `em.upcycle` of a model of transformers: it is saved as one with experts, read back, trained on, or told what helps."""
+"""What comes after `em.upcycle` of a model of transformers: it is saved as one with experts, read back, trained on, or
+told what helps."""
 
 import copy
 import logging
@@ -62,9 +63,7 @@ def test_an_upcycled_model_is_saved_and_read_back(tmp_path, name, changes, optio
     em.upcycle(model, **{"num_experts": 4, "noise_std": 0.5, "aux_loss_weight": 0.25} | options)
     sparse = as_moe_model(model)
     sparse.save_pretrained(tmp_path)
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(again).__name__ == f"{made}ForCausalLM"
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.randint(61, (4, 40))
@@ -79,11 +78,7 @@ def test_an_upcycled_model_is_saved_and_read_back(tmp_path, name, changes, optio
     assert theirs.gate_up_proj.data_ptr() == experts.w_in.data_ptr()  # no second copy
     k, layers = sparse.config.num_experts_per_tok, 4 // options["every"]
     assert sparse.config.router_aux_loss_coef == 0.25 * layers / k
-    if (
-        not changes.get("sliding_window")
-        and "rope_scaling" not in changes
-        and not changes.get("attention_bias")
-    ):
+    if not changes.get("sliding_window") and "rope_scaling" not in changes and not changes.get("attention_bias"):
         ours = load_pretrained(tmp_path).eval()
         assert ours.config.moe.aux_loss_weight == 0.25
         numerics.assert_two_times(ours(ids).logits_BSV, reference, oracle, what="as a GPT")

@@ -21,7 +21,8 @@ FFN = {
 LLAMA = {"type": "llama_ffn", "num_experts_per_device": E, "hidden_size_per_expert": 9}
 CONSTRUCTOR = (
     "(self, gate_type, model_dim, experts=None, scan_expert_func=None, result_func=None, group=None, seeds=None, "
-    "a2a_ffn_overlap_degree=1, is_postscore=True, batch_prioritized_routing=False, normalize_gate=True, is_gshard_loss=True, "
+    "a2a_ffn_overlap_degree=1, is_postscore=True, batch_prioritized_routing=False, normalize_gate=True, "
+    "is_gshard_loss=True, "
     "parallel_type='adaptive:1', use_2dh=False, **deprecated)"
 )
 FORWARD = (
@@ -81,9 +82,7 @@ def test_documented_semantics(experts, k, factor, priority):
 def test_arguments_of_a_call_do_not_stick():
     layer, x = build({"k": 1}), torch.randn(24, D, dtype=torch.float64)
     before = layer(x).detach()
-    layer(
-        x, top_k=2, capacity_factor=0.25, adaptive_r=0, a2a_ffn_overlap_degree=2, megablocks_size=1
-    )
+    layer(x, top_k=2, capacity_factor=0.25, adaptive_r=0, a2a_ffn_overlap_degree=2, megablocks_size=1)
     assert torch.equal(layer(x).detach(), before)
 
 

@@ -65,7 +65,9 @@ def test_files_of_ranks_in_both_directions(two_ranks, tmp_path, capsys):
         folder = tmp_path / str(number)
         folder.mkdir()
         torch.save(layer.state_dict(), folder / "all.pt")
-        scatter.main(["--input", f"{folder}/all.pt", "--output_size", "2", "--outputs", f"{folder}/{{rank}}-of-{{size}}.pt"])  # fmt: skip
+        scatter.main(
+            ["--input", f"{folder}/all.pt", "--output_size", "2", "--outputs", f"{folder}/{{rank}}-of-{{size}}.pt"]
+        )
     results = two_ranks.run(from_files, CASES, str(tmp_path))
     for number, (case, layer) in enumerate(whole.items()):
         expected = layer(tokens()).detach()
@@ -73,7 +75,18 @@ def test_files_of_ranks_in_both_directions(two_ranks, tmp_path, capsys):
             for y in outputs[case]:
                 assert_close_fp64(y, expected, what=str(case))
         folder = tmp_path / str(number)
-        gather.main(["--inputs", f"{folder}/back-{{rank}}.pt", "--input_size", "2", "--output", f"{folder}/again.pt", "--namespace", "model"])  # fmt: skip
+        gather.main(
+            [
+                "--inputs",
+                f"{folder}/back-{{rank}}.pt",
+                "--input_size",
+                "2",
+                "--output",
+                f"{folder}/again.pt",
+                "--namespace",
+                "model",
+            ]
+        )
         again, state = torch.load(folder / "again.pt")["model"], layer.state_dict()
         assert again.keys() == state.keys(), case
         for name, values in state.items():

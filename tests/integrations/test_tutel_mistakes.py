@@ -12,12 +12,8 @@ X = torch.zeros(3, D)
 
 
 def layer(gate=(), experts=(), model_dim=D, **options):
-    gate = (
-        dict(gate) if dict(gate).get("type") == "custom" else {"type": "top", "k": 2} | dict(gate)
-    )
-    experts = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 6} | dict(
-        experts
-    )
+    gate = dict(gate) if dict(gate).get("type") == "custom" else {"type": "top", "k": 2} | dict(gate)
+    experts = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 6} | dict(experts)
     return moe.moe_layer(gate, model_dim, experts, **options)
 
 

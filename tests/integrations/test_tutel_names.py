@@ -16,10 +16,13 @@ THERE = {
     "tutel": "moe net system system_init jit launcher checkpoint parted ops custom experts gates impls jit_kernels",
     "tutel.moe": "moe_layer fast_cumsum_sub_one fast_dispatcher extract_critical fast_encode fast_decode top_k_routing "
     "get_topk_selection get_reversed_sample_ids",
-    "tutel.system": "init_affinity_at_program_beginning init_data_model_parallel cache get_local_session record_time save "
+    "tutel.system": "init_affinity_at_program_beginning init_data_model_parallel cache get_local_session record_time "
+    "save "
     "load perform from_url apply_rank_size_from_pattern",
-    "tutel.net": "get_world_size get_world_rank create_groups_from_world create_standalone_group barrier simple_broadcast "
-    "simple_all_reduce simple_all_to_all simple_split simple_reduce_scatter simple_all_gather all_to_all all_to_all_single "
+    "tutel.net": "get_world_size get_world_rank create_groups_from_world create_standalone_group barrier "
+    "simple_broadcast "
+    "simple_all_reduce simple_all_to_all simple_split simple_reduce_scatter simple_all_gather all_to_all "
+    "all_to_all_single "
     "all_gather zero_gather zero_scatter spatial_split reduce_scatter allreduce_forward allreduce_backward "
     "batch_all_to_all_v batch_all_gather_v TutelDistributedOptimizer",
     "tutel.jit": "create_cuda_kernel",
@@ -56,7 +59,9 @@ def test_switches_are_refused(name, monkeypatch):
         layer_of()
 
 
-SWITCHES = "CAP_FACTOR BATCH_PRIO SKIP_MOE SKIP_EXPERT SKIP_A2A TUTEL_GLOBAL_TIMEOUT_SEC FAST_CUMSUM LOCAL_SIZE NUMA_TYPE"
+SWITCHES = (
+    "CAP_FACTOR BATCH_PRIO SKIP_MOE SKIP_EXPERT SKIP_A2A TUTEL_GLOBAL_TIMEOUT_SEC FAST_CUMSUM LOCAL_SIZE NUMA_TYPE"
+)
 SWITCHES += " OP_LOADER TUTEL_ALLTOALL_ALGO TUTEL_CUDA_SANDBOX LOCAL_RANK LOCAL_WORLD_SIZE"
 """Variables of the environment that Tutel reads in its layer, collectives, launcher and kernels."""
 
@@ -209,9 +214,7 @@ def test_forms_of_ones_own(form):
     y = layer(x)
     assert y.shape == (2, 5, layer._layer.experts.output_dim if form == "output_dim" else 8)
     (y.square().sum() + y.l_aux).backward()
-    assert all(
-        p.grad is not None for p in layer.get_parameter_iterator("local_experts") for p in p[1:]
-    )
+    assert all(p.grad is not None for p in layer.get_parameter_iterator("local_experts") for p in p[1:])
     assert layer.dispatch_count.sum() == 10 * layer._layer.gates[0].top_k
     state = layer.state_dict()
     assert {n.split(".")[0] for n in state} == {"gates", "experts", "_num_global_experts"}
@@ -238,9 +241,7 @@ def test_experts_without_a_row(form, num_tokens, factor):
 @pytest.mark.parametrize("experts", [FFN, LLAMA])
 @pytest.mark.parametrize("kind", ["top", "cosine_top"])
 @pytest.mark.parametrize(("factor", "overlap"), [(0, 1), (0.7, 1), (0.7, 2), (-0.6, 3)])
-def test_a_form_of_ones_own_computes_what_grouped_experts_compute(
-    gshard, experts, kind, factor, overlap
-):
+def test_a_form_of_ones_own_computes_what_grouped_experts_compute(gshard, experts, kind, factor, overlap):
     gate = {"type": kind, "k": 2, "gate_noise": 1.0, "capacity_factor": factor}
     options = {"is_gshard_loss": gshard, "a2a_ffn_overlap_degree": overlap}
     grouped = layer_of(gate, experts, **options).eval()

@@ -99,7 +99,7 @@ def test_the_sharded_optimizer_learns_what_a_whole_one_learns(two_ranks):
 def own_layer():
     """Output, gradient of the input and of the experts of a layer with two gates."""
     gate = {"type": "top", "k": 2, "capacity_factor": 0}
-    experts = {"type": "ffn", "num_experts_per_device": 4 // net.get_world_size(), "hidden_size_per_expert": 6}  # fmt: skip
+    experts = {"type": "ffn", "num_experts_per_device": 4 // net.get_world_size(), "hidden_size_per_expert": 6}
     layer = moe.moe_layer([gate, gate], 8, experts, seeds=(1, 2, 3)).double()
     first = net.get_world_rank() * (4 // net.get_world_size())
     with torch.no_grad():

@@ -146,7 +146,8 @@ BROKEN = {
         "from package_of_quiet.family import QUIET as BROKEN\n", "is no Family of this family"
     ),
     "recipes that fail": (
-        "import dataclasses as d, package_of_quiet.family as f\nBROKEN = d.replace(f.QUIET, name='broken', recipes='no_such_recipes:A')\n",
+        ("import dataclasses as d, package_of_quiet.family as f\nBROKEN = d.replace(f.QUIET, name='broken', "
+        "recipes='no_such_recipes:A')\n"),
         "importing 'no_such_recipes:A' failed",
     ),
 }  # fmt: skip
@@ -201,7 +202,8 @@ print(json.dumps(found))
 LINES = {
     "--help": (0, ""),
     "train gpt-moe-test --dry-run --train.device cpu": (0, ""),
-    "translate run --to de a": (2, "error: verb=translate: is in the package expertmesh_families, which is not installed"),
+    "translate run --to de a": (2, ("error: verb=translate: is in the package expertmesh_families, which is not "
+                                   "installed")),
     "classify": (2, "error: verb=classify: is in the package expertmesh_families, which is not installed"),
     "train --family swin": (2, "error: --family swin: is in the package expertmesh_families, which is not installed"),
     "train swin-test": (2, "; not imported: seq2seq, swin ("),
@@ -216,9 +218,7 @@ def test_the_core_works_without_the_families_of_its_distribution(tmp_path):
     command = [sys.executable, "-c", WITHOUT, *LINES]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    for (line, (code, said)), (got, out, err) in zip(
-        LINES.items(), json.loads(done.stdout), strict=True
-    ):
+    for (line, (code, said)), (got, out, err) in zip(LINES.items(), json.loads(done.stdout), strict=True):
         assert (got, err.count("\n")) == (code, 1 if code else 0), (line, err)
         assert said in err, (line, err)
         assert "translate" not in out and "classify" not in out, line

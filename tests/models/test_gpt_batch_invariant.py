@@ -144,8 +144,6 @@ def test_a_query_that_may_look_nowhere_gets_zeros() -> None:
 
 def test_the_switch_reaches_the_layers_and_what_it_cannot_hold_for_is_refused() -> None:
     assert all(block.moe.arithmetic.batch_invariant for block in model().layers)
-    assert not any(
-        block.moe.arithmetic.batch_invariant for block in model(batch_invariant=False).layers
-    )
+    assert not any(block.moe.arithmetic.batch_invariant for block in model(batch_invariant=False).layers)
     with pytest.raises(ConfigError, match=r"moe\.eval_capacity_factor=1\.5"):
         model(moe=MoEConfig(num_experts=(4,), eval_capacity_factor=1.5))

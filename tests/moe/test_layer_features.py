@@ -91,9 +91,7 @@ def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if value.is_floating_point():
-            assert_close_fp64(
-                value, theirs[name], what=name, scale=1 + theirs[name].abs().sum().item()
-            )
+            assert_close_fp64(value, theirs[name], what=name, scale=1 + theirs[name].abs().sum().item())
         else:
             assert torch.equal(value, theirs[name]), name
 
@@ -220,9 +218,7 @@ def test_shapes_can_be_followed_on_the_meta_device(variant):
     assert all(p.grad is not None for name, p in layer.named_parameters() if "experts.w" in name)
 
 
-@pytest.mark.parametrize(
-    "name", ["experts.w_in", "experts.w_out", "experts.b_in", "router.proj.weight"]
-)
+@pytest.mark.parametrize("name", ["experts.w_in", "experts.w_out", "experts.b_in", "router.proj.weight"])
 def test_state_dict_is_strict_and_names_the_tensor(name):
     layer = make(bias=True)
     missing = {k: v for k, v in layer.state_dict().items() if k != name}
@@ -408,9 +404,7 @@ def test_custom_experts_equal_grouped_ones(as_list):
 
 def test_reset_reaches_modules_of_the_user_reproducibly():
     def build():
-        return make(
-            experts=lambda e: nn.Linear(D, D, dtype=torch.float64), router=nn.Linear(D, E).double()
-        )
+        return make(experts=lambda e: nn.Linear(D, D, dtype=torch.float64), router=nn.Linear(D, E).double())
 
     a, b = build(), build()
     state = torch.random.get_rng_state()
@@ -436,9 +430,7 @@ def test_a_dispatcher_of_ones_own():
             return Backwards(*flipped, tokens.max_rows)
 
     x = tokens()
-    assert_close_fp64(
-        make("random_kept", dispatcher=Reversed())(x)[0], make("random_kept")(x)[0], what="y"
-    )
+    assert_close_fp64(make("random_kept", dispatcher=Reversed())(x)[0], make("random_kept")(x)[0], what="y")
 
 
 def test_statistics_are_a_pytree_and_detached():

@@ -1,4 +1,5 @@
-"""Windows, caps, sinks and grouped queries against one query at a time in FP64, in dense and paged attention, both arithmetics."""
+"""Windows, caps, sinks and grouped queries against one query at a time in FP64, in dense and paged attention, both
+arithmetics."""
 
 from dataclasses import replace
 
@@ -77,10 +78,7 @@ def by_products(q, k, v, rule):
 
 def draw(S, L, dtype):
     torch.manual_seed(S + L)
-    return [
-        torch.randn(n, heads, d, dtype=torch.float64).to(dtype)
-        for n, heads in ((S, H), (L, h), (L, h))
-    ]
+    return [torch.randn(n, heads, d, dtype=torch.float64).to(dtype) for n, heads in ((S, H), (L, h), (L, h))]
 
 
 def dense(q, k, v, rule, arithmetic):
@@ -175,9 +173,7 @@ def test_kernels_compute_sequences_without_pages_too(S, L):
         assert torch.equal(DEFAULT_OPS.attention(q, k, v, seen), whole)
     found = whole[0].transpose(0, 1)
     mask = torch.ones(S, L, dtype=torch.bool).tril(L - S)
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=True
-    )
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     expected = oracle(*(t[0].transpose(0, 1) for t in (q, k, v)), PLAIN)
     assert_two_times(found, plain[0].transpose(0, 1), expected, what=f"{S} of {L}")
 
@@ -196,8 +192,7 @@ def called(S, L, rule, kind, B):
     """Operands of a batch, and what they see."""
     torch.manual_seed(S + L)
     q, k, v = (
-        torch.randn(B, heads, n, d, dtype=torch.float64, requires_grad=True)
-        for heads, n in ((H, S), (h, L), (h, L))
+        torch.randn(B, heads, n, d, dtype=torch.float64, requires_grad=True) for heads, n in ((H, S), (h, L), (h, L))
     )
     sinks = rule.sinks_H.clone().requires_grad_()
     masks = {}
@@ -288,9 +283,7 @@ def test_a_compiled_model_calls_the_same_operator():
 
 @pytest.mark.parametrize(("is_invariant", "keeps"), [(False, False), (False, True), (True, False)])
 def test_what_operators_promise_to_pytorch_is_true(is_invariant, keeps):
-    q, k, v = (
-        t.transpose(0, 1)[None].contiguous().requires_grad_() for t in draw(5, 7, torch.float32)
-    )
+    q, k, v = (t.transpose(0, 1)[None].contiguous().requires_grad_() for t in draw(5, 7, torch.float32))
     sinks, softcap = SINKS.float().requires_grad_(), None if keeps else 2.0
     arguments = (q, k, v, sinks, None, None, True, 4, None, softcap, is_invariant, keeps)
     torch.library.opcheck(torch.ops.expertmesh.block_attention, arguments)

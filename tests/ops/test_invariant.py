@@ -150,9 +150,7 @@ def test_calls_have_rows_that_were_tried(rows, num_rows):
 def test_a_batched_product_does_not_know_its_batch(dtype):
     x, w = torch.randn(200, 23, 64).to(dtype), torch.randn(200, 64, 32).to(dtype)
     whole = invariant.batched_product(x, w)
-    assert_close_fp64(
-        invariant.batched_product(x.double(), w.double()), x.double() @ w.double(), what="product"
-    )
+    assert_close_fp64(invariant.batched_product(x.double(), w.double()), x.double() @ w.double(), what="product")
     for some, rows in ((slice(3, 4), slice(2, 3)), (slice(0, 33), slice(5, 23))):
         part = invariant.batched_product(x[some, rows].contiguous(), w[some])
         assert torch.equal(part, whole[some, rows])
@@ -167,9 +165,7 @@ def test_an_element_does_not_know_its_place(name, dtype):
         assert torch.equal(invariant.pointwise(x[part], name), whole[part])
     assert torch.equal(invariant.pointwise(x[:7].expand(3, 7).t(), name)[:, 1], whole[:7])
     assert invariant.pointwise(x[:0], name).shape == (0,)
-    assert_close_fp64(
-        invariant.pointwise(x.double(), name), getattr(torch, name)(x.double()), what=name
-    )
+    assert_close_fp64(invariant.pointwise(x.double(), name), getattr(torch, name)(x.double()), what=name)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 64, 65, 1000])
@@ -185,9 +181,7 @@ def test_row_reductions(n, dtype):
         whole = function(x)
         assert torch.equal(function(x[11:12]), whole[11:12])
         assert torch.equal(function(x.flip(0)), whole.flip(0))
-    assert_close_fp64(
-        invariant.row_sum(x.double())[:, 0], x.double().sum(1), what="sum", scale=1.0 + n
-    )
+    assert_close_fp64(invariant.row_sum(x.double())[:, 0], x.double().sum(1), what="sum", scale=1.0 + n)
 
 
 def test_they_are_the_functions_they_stand_for():
@@ -233,9 +227,7 @@ def test_gradients():
         assert torch.autograd.gradcheck(function, (x,))
     q = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 2, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(
-        lambda *qkv: BATCH_INVARIANT_OPS.attention(*qkv, Visible(3)), (q, k, v)
-    )
+    assert torch.autograd.gradcheck(lambda *qkv: BATCH_INVARIANT_OPS.attention(*qkv, Visible(3)), (q, k, v))
 
 
 def test_attention_is_attention():
@@ -252,10 +244,6 @@ def test_the_operators_obey_torch_library(bias):
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     b = torch.randn(5, requires_grad=True) if bias else None
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(
-        torch.ops.expertmesh.invariant_linear.default, (x, w, b, "torch"), test_utils=checks
-    )
-    torch.library.opcheck(
-        torch.ops.expertmesh.invariant_pointwise.default, (x, "exp"), test_utils=checks
-    )
+    torch.library.opcheck(torch.ops.expertmesh.invariant_linear.default, (x, w, b, "torch"), test_utils=checks)
+    torch.library.opcheck(torch.ops.expertmesh.invariant_pointwise.default, (x, "exp"), test_utils=checks)
     torch.library.opcheck(torch.ops.expertmesh.invariant_row_sum.default, (x,), test_utils=checks)

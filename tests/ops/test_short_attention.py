@@ -26,7 +26,8 @@ def results(function, tensors, grad):
 
 
 def sums_of(q, k, v, grad):
-    """What each result sums, in absolute values; a probability's own error is at most twice that of its row's scores."""
+    """What each result sums, in absolute values; a probability's own error is at most twice that of its row's
+    scores."""
     B, H, S, d = q.shape
     k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     scores = (q @ k.mT / d**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)

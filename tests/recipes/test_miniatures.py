@@ -1,6 +1,8 @@
-"""Every recipe in miniature: trained, broken off, gone on with on two ranks, evaluated; its options as they are, its sizes small.
+"""Every recipe in miniature: trained, broken off, gone on with on two ranks, evaluated; its options as they are, its
+sizes small.
 
-That a run survives being killed at any moment is tests/training/test_kill.py's and, for each family, that of its own tests; these also train the recipes named -test, which are left out here.
+That a run survives being killed at any moment is tests/training/test_kill.py's and, for each family, that of its own
+tests; these also train the recipes named -test, which are left out here.
 """
 
 import shutil

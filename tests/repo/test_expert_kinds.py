@@ -49,8 +49,7 @@ def questions(tree, kinds):
         if isinstance(node, ast.Call) and name_of(node.func) in ("isinstance", "issubclass"):
             asked = node.args[1]
         elif isinstance(node, ast.Compare) and any(
-            isinstance(one, ast.Call) and name_of(one.func) == "type"
-            for one in (node.left, *node.comparators)
+            isinstance(one, ast.Call) and name_of(one.func) == "type" for one in (node.left, *node.comparators)
         ):
             asked = node
         elif isinstance(node, ast.MatchClass):

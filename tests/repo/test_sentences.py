@@ -73,7 +73,8 @@ def test_words_are_found(text, words):
 
 
 HOUSE = re.compile(
-    r"\b(told|theirs|(?<!-)ahead|silent|at most (?=[;.,(]|$)|of the draws|way of|ways to say|travels?|says? not|says of|"
+    r"\b(told|theirs|(?<!-)ahead|silent|at most (?=[;.,(]|$)|of the draws|way of|ways to say|travels?|says? not|says "
+    r"of|"
     r"begins? with no|as the hub has|folder of the hub|let it lie|whoever|so many|neighbouring ranks|what is given|"
     r"rests? under|resting|left aside|is said of|(are|is) asked|what else is in)\b|"
     r", at most\b",
@@ -145,9 +146,7 @@ def helps() -> dict[str, str]:
     return texts
 
 
-DOTTED = re.compile(
-    r"(?<![-.\w])(model|data|train|optim|parallel|objective|rl|distill)\.[a-z_.]+(?![\w=.])"
-)
+DOTTED = re.compile(r"(?<![-.\w])(model|data|train|optim|parallel|objective|rl|distill)\.[a-z_.]+(?![\w=.])")
 """Option as a field is named: help has that only of an option that the verb does not have."""
 
 

@@ -1,4 +1,5 @@
-"""Requests made from our own OpenAPI description, valid and invalid ones: every check that schemathesis has for one server."""
+"""Requests made from our own OpenAPI description, valid and invalid ones: every check that schemathesis has for one
+server."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""`adapter.dropout`: peft's `lora_dropout` in distribution, the same numbers on any layout and after a resume, nothing outside training."""
+"""`adapter.dropout`: peft's `lora_dropout` in distribution, the same numbers on any layout and after a resume, nothing
+outside training."""
 
 import functools
 
@@ -40,7 +41,8 @@ def outputs_of(linear, rows):
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.8])
 def test_outputs_have_pefts_distribution(rate):
-    """Means and variances of an adapter's output over 40,000 equal rows are those of peft's layer and of the formula."""
+    """Means and variances of an adapter's output over 40,000 equal rows are those of peft's layer and of the
+    formula."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     ours, rows = Linear(24, 6), torch.randn(24).expand(40_000, 24)

@@ -32,9 +32,7 @@ def place(tmp_path_factory):
     chats_file(folder / "chats.jsonl")
     pairs = [{"prompt": f"say {n}", "chosen": f"well {n}", "rejected": "no"} for n in range(40)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    (folder / "rewards.py").write_text(
-        "def one(completions, **more):\n    return [0.5] * len(completions)\n"
-    )
+    (folder / "rewards.py").write_text("def one(completions, **more):\n    return [0.5] * len(completions)\n")
     sft = words_of(folder, "sft", **RANK_2, **{"--optim.lr": "1e-2"})
     assert main(["train", *sft]) == 0
     to = ["--to", str(folder / "peft"), "--adapter-only"]
@@ -121,7 +119,8 @@ def test_logits_of_step_0_are_those_of_the_served_adapters(name, place):
 
 
 def test_preferences_go_on_with_the_adapters_of_the_conversations(place, capsys):
-    """SFT -> DPO on the SFT's adapters: the reference is the model at step 0, and one folder of adapters is the result."""
+    """SFT -> DPO on the SFT's adapters: the reference is the model at step 0, and one folder of adapters is the
+    result."""
     options = {"--adapter.init-from": str(place / "sft"), "--data.path": f"{place}/pairs.jsonl"}
     more = {"--objective.name": "dpo", "--train.dtype": "float64", **RANK_2, **options}
     assert main(["train", *words_of(place, "dpo", **more)]) == 0
@@ -130,8 +129,7 @@ def test_preferences_go_on_with_the_adapters_of_the_conversations(place, capsys)
     assert first["reward_chosen"] == first["reward_rejected"] == 0
     assert last["loss"] < first["loss"]
     before, after = (
-        read_factor_pairs(Checkpoint(load_run(place / run).checkpoint, prefix="model."))
-        for run in ("sft", "dpo")
+        read_factor_pairs(Checkpoint(load_run(place / run).checkpoint, prefix="model.")) for run in ("sft", "dpo")
     )
     assert before.keys() == after.keys()
     for name, (a, b) in before.items():
@@ -151,18 +149,14 @@ def run_training(place, run, steps, **options):
 def test_ranks_begin_with_the_same_factors_and_a_resumed_run_with_its_own(place, two_ranks):
     fp64 = {"--train.dtype": "float64"}
     one = run_training(place, "one", 4, **fp64)
-    assert_same_lines(
-        two_ranks.run(run_training, place, "two", 4, **fp64)[0], one, "loss", "grad_norm"
-    )
+    assert_same_lines(two_ranks.run(run_training, place, "two", 4, **fp64)[0], one, "loss", "grad_norm")
     run_training(place, "broken", 2, **fp64)
     (place / "sft").rename(place / "away")
     try:
         found = run_training(place, "broken", 4, **fp64, **{"--train.resume": "required"})
     finally:
         (place / "away").rename(place / "sft")
-    assert [(r["loss"], r["grad_norm"]) for r in found] == [
-        (r["loss"], r["grad_norm"]) for r in one
-    ]
+    assert [(r["loss"], r["grad_norm"]) for r in found] == [(r["loss"], r["grad_norm"]) for r in one]
 
 
 MISTAKES = {

@@ -1,4 +1,5 @@
-"""`--adapter.kind lora`: what learns is what is said, checkpoints hold factors alone, and runs open as merged models."""
+"""`--adapter.kind lora`: what learns is what is said, checkpoints hold factors alone, and runs open as merged
+models."""
 
 import math
 import shutil
@@ -185,7 +186,8 @@ def adapter_bytes(run):
 
 
 def test_checkpoints_hold_factors_alone_and_resume_to_the_bit(base, words_of, tmp_path, capsys):
-    """Six steps at once, and three and three: the same losses; routers and base keep their bits; the run opens merged."""
+    """Six steps at once, and three and three: the same losses; routers and base keep their bits; the run opens
+    merged."""
     assert train_verb([*words_of(base, "whole", 6), *LORA, "--optim.schedule-steps", "6"]) == 0
     said = capsys.readouterr().out
     broken = words_of(base, "broken", 3), words_of(base, "broken", 6)
@@ -202,16 +204,12 @@ def test_checkpoints_hold_factors_alone_and_resume_to_the_bit(base, words_of, tm
         found = read_whole(whole, name)
         assert torch.equal(found, read_whole(broken, name)), name
         changed |= set() if torch.equal(found, tensor) else {name}
-    assert changed == {
-        n for n in original if n.endswith(("qkv.weight", "out.weight", "w_in", "w_out"))
-    }
+    assert changed == {n for n in original if n.endswith(("qkv.weight", "out.weight", "w_in", "w_out"))}
     num_learned = adapter_bytes(runs[0]) // 12
     assert f"learns: {num_learned:,} of " in said
     assert "routers" in said.split("rests: ")[1]
     assert f"adapters: {num_learned:,} parameters beside" in said
-    assert (
-        "; rank 4, scale 8, for each expert rank 2, scale 16; routers rest, no balance loss" in said
-    )
+    assert "; rank 4, scale 8, for each expert rank 2, scale 16; routers rest, no balance loss" in said
     saved = Checkpoint(load_run(runs[0]).checkpoint).tensors
     sizes = {n: math.prod(s.shape) * s.dtype.itemsize for n, s in saved.items() if n[0] != "r"}
     assert not [n for n in sizes if ".adapters." not in n]

@@ -1,4 +1,5 @@
-"""What `--train.dtype auto` computes in: by instructions and sizes, whatever a clock says; kept with the run, followed when it goes on."""
+"""What `--train.dtype auto` computes in: by instructions and sizes, whatever a clock says; kept with the run, followed
+when it goes on."""
 
 import json
 import os
@@ -48,9 +49,7 @@ def test_instructions_and_sizes_decide(sizes, has_amx, dtype, why):
     assert (found.dtype, found.library) == (dtype, USUAL) and re.search(why, found.reason)
 
 
-@pytest.mark.parametrize(
-    ("side", "count"), [(1, 1), (128, 1), (255, 1), (256, 2), (512, 5), (1024, 16), (4096, 128)]
-)
+@pytest.mark.parametrize(("side", "count"), [(1, 1), (128, 1), (255, 1), (256, 2), (512, 5), (1024, 16), (4096, 128)])
 def test_threads_grow_with_the_products(side, count):
     assert threads_for([Product(side, side, side)]) == count
 
@@ -145,10 +144,7 @@ def test_products_are_the_work_of_a_step(recipe):
     products = dominant_products(config)
     assert 2 * sum(p.size * p.count for p in products) == tokens * work
     halves = dominant_products(config, num_parts=2)
-    assert (
-        2 * sum(p.size * p.count for p in halves)
-        == sum(2 * p.size * p.count for p in products) // 2
-    )
+    assert 2 * sum(p.size * p.count for p in halves) == sum(2 * p.size * p.count for p in products) // 2
 
 
 @pytest.mark.skipif(not has_onednn(), reason="this build of torch has no oneDNN")
@@ -184,9 +180,7 @@ def test_a_run_goes_on_as_it_began_on_a_processor_that_would_now_choose_otherwis
     run("parts", first, **{"train.steps": 4}, **schedule)
     config = run("parts", other, **{"train.resume": "auto"}, **schedule)
     assert losses_of(config) == whole
-    assert losses_of(run("other", other)) != whole, (
-        "the two types must differ for this to show anything"
-    )
+    assert losses_of(run("other", other)) != whole, "the two types must differ for this to show anything"
     record = RunDir(config.train.run_dir).arithmetic
     for dtype in ("auto", first):
         found = resolve_precision(TrainConfig(device="cpu", dtype=dtype), record=record)
@@ -195,9 +189,7 @@ def test_a_run_goes_on_as_it_began_on_a_processor_that_would_now_choose_otherwis
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("later", [None, "torch"])
-def test_an_exact_run_says_when_it_goes_on_by_other_kernels(
-    tiny, run_quietly, tmp_path, caplog, is_exact, later
-):
+def test_an_exact_run_says_when_it_goes_on_by_other_kernels(tiny, run_quietly, tmp_path, caplog, is_exact, later):
     options = {"train.run_dir": str(tmp_path / "run"), "model.batch_invariant": is_exact}
     schedule = {"optim.schedule_steps": 4, **options}
     run_quietly(tiny(**{"train.steps": 2}, **schedule))

@@ -1,4 +1,5 @@
-"""The files of a run belong to its checkpoints: another tokenizer or another model is refused by every verb that opens it."""
+"""The files of a run belong to its checkpoints: another tokenizer or another model is refused by every verb that opens
+it."""
 
 import json
 import re
@@ -85,9 +86,7 @@ WAYS = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_verb_refuses_what_is_not_its_own(
-    run, trained, tmp_path, monkeypatch, capsys, way, change
-):
+def test_every_verb_refuses_what_is_not_its_own(run, trained, tmp_path, monkeypatch, capsys, way, change):
     text = CHANGES[change](run, trained)
     (run / "task.yaml").write_text(TASK)
     (tmp_path / "site" / "lm_eval").mkdir(parents=True)  # evaluate asks first whether it is there
@@ -182,9 +181,7 @@ def test_files_beside_a_tokenizer_belong_to_the_run(of_the_hub, tmp_path, capsys
             opened(run)
 
 
-def test_a_run_that_begins_with_a_hub_folder_keeps_its_files_as_they_were(
-    of_the_hub, tiny, run_quietly, tmp_path
-):
+def test_a_run_that_begins_with_a_hub_folder_keeps_its_files_as_they_were(of_the_hub, tiny, run_quietly, tmp_path):
     """Also when the folder changes or goes afterwards."""
     theirs = shutil.copytree(of_the_hub.parent / "theirs", tmp_path / "theirs")
     changes = {"train.init_from": str(theirs), "train.run_dir": str(tmp_path / "run")}
@@ -193,12 +190,8 @@ def test_a_run_that_begins_with_a_hub_folder_keeps_its_files_as_they_were(
         run_quietly(tiny(**{"train.steps": steps}, **changes))
         if change is not None:
             change(theirs)
-    values = json.loads(
-        (load_run(tmp_path / "run").with_weights().checkpoint / "state.json").read_text()
-    )
-    assert {"tokenizer.json", "hub/tokenizer_config.json", "hub/config.json"} <= set(
-        values["files"]
-    )
+    values = json.loads((load_run(tmp_path / "run").with_weights().checkpoint / "state.json").read_text())
+    assert {"tokenizer.json", "hub/tokenizer_config.json", "hub/config.json"} <= set(values["files"])
 
 
 def test_what_may_differ_does(run, capsys):
@@ -208,9 +201,7 @@ def test_what_may_differ_does(run, capsys):
     assert main(["generate", str(run), "alpha", "--max-tokens", "2"]) == 0
 
 
-def test_a_lost_tokenizer_is_learned_again_only_if_it_is_the_same(
-    run, tiny, run_quietly, make_corpus, tmp_path
-):
+def test_a_lost_tokenizer_is_learned_again_only_if_it_is_the_same(run, tiny, run_quietly, make_corpus, tmp_path):
     (run / "tokenizer.json").unlink()
     run_quietly(as_resumed(run, tiny))
     assert (run / "tokenizer.json").is_file()

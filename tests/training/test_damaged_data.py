@@ -1,4 +1,5 @@
-"""Damaged and empty files of every kind: alone refused with the reason, in a folder left out with a note; an empty one is an empty text."""
+"""Damaged and empty files of every kind: alone refused with the reason, in a folder left out with a note; an empty one
+is an empty text."""
 
 import gzip
 import io
@@ -41,12 +42,7 @@ DAMAGES = {
     "cut in its end": lambda whole: whole[:-3],
     "another file": lambda whole: b"\0\1another" * 40,
 }
-CASES = [
-    (name, how)
-    for name in FILES
-    for how in DAMAGES
-    if how == "empty" or name not in ("a.txt", "a.jsonl")
-]
+CASES = [(name, how) for name in FILES for how in DAMAGES if how == "empty" or name not in ("a.txt", "a.jsonl")]
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
@@ -59,9 +55,7 @@ def test_one_rule_for_files_of_every_kind(tiny, tmp_path, caplog, name, how, is_
         for i in range(30):
             (place / f"good{i}.txt").write_text(f"{i} {TEXT}")
     changes = {"data.path": str(place / name if is_alone else place)}
-    task = find_family("gpt").open_task(
-        tiny(**changes, **{"data.cache_dir": str(tmp_path / "cache")})
-    )
+    task = find_family("gpt").open_task(tiny(**changes, **{"data.cache_dir": str(tmp_path / "cache")}))
     if is_alone:
         words = (
             "has no text .it is empty.; give text"

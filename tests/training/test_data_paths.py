@@ -1,4 +1,5 @@
-"""A run's data are found from any folder: whole paths from its start, and those of older runs where they were trained."""
+"""A run's data are found from any folder: whole paths from its start, and those of older runs where they were
+trained."""
 
 import json
 

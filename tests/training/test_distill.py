@@ -39,9 +39,7 @@ def test_the_divergence_equals_pytorchs(overwrite):
     grad = torch.rand(18)
 
     def plain(x):
-        ours, theirs = (
-            (z.to(x.dtype).flatten(0, 1) / temperature).log_softmax(-1) for z in (x, taught)
-        )
+        ours, theirs = ((z.to(x.dtype).flatten(0, 1) / temperature).log_softmax(-1) for z in (x, taught))
         divergence = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
         losses = F.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="none")
         return losses + beta * temperature**2 * divergence
@@ -199,9 +197,7 @@ def test_a_teacher_is_the_same_however_its_folder_is_written(tiny, tmp_path, tea
     run(tiny(**STUDENT | places | {"distill.teacher": str(path), "train.steps": 2}))
     monkeypatch.chdir(path.parent)
     (tmp_path / "link").symlink_to(path)
-    for steps, name in enumerate(
-        (path.name, f"{path}/", f"../{path.parent.name}/{path.name}", "link"), 3
-    ):
+    for steps, name in enumerate((path.name, f"{path}/", f"../{path.parent.name}/{path.name}", "link"), 3):
         name = str(tmp_path / name) if name == "link" else name
         taught = {"distill.teacher": name, "train.steps": steps}
         assert len(run(tiny(**STUDENT | places | taught))) == steps

@@ -159,15 +159,11 @@ def save_with_end(folder, end, *, special=True):
     token = {"id": 0, "content": end, "special": special, "single_word": False}
     model["added_tokens"] = [token | {"lstrip": False, "rstrip": False, "normalized": False}]
     vocabulary = model["model"]["vocab"]
-    model["model"]["vocab"] = {
-        (end if token == "<|endoftext|>" else token): n for token, n in vocabulary.items()
-    }
+    model["model"]["vocab"] = {(end if token == "<|endoftext|>" else token): n for token, n in vocabulary.items()}
     (folder / "tokenizer.json").write_text(json.dumps(model))
 
 
-def test_the_end_of_a_text_is_the_one_that_is_named_beside_the_tokenizer(
-    tiny, run_quietly, tmp_path
-):
+def test_the_end_of_a_text_is_the_one_that_is_named_beside_the_tokenizer(tiny, run_quietly, tmp_path):
     """It is no token that is known by its name; the run keeps what names it, and goes on from its folder alone."""
     place = tmp_path / "given"
     place.mkdir()
@@ -177,10 +173,7 @@ def test_the_end_of_a_text_is_the_one_that_is_named_beside_the_tokenizer(
         (tmp_path / "texts" / f"{i}.txt").write_text(f"{i} " * 40)
     (tmp_path / "talks.jsonl").write_text(
         "".join(
-            json.dumps(
-                {"messages": [{"role": r, "content": f"{i}"} for r in ("user", "assistant")]}
-            )
-            + "\n"
+            json.dumps({"messages": [{"role": r, "content": f"{i}"} for r in ("user", "assistant")]}) + "\n"
             for i in range(40)
         )
     )
@@ -196,9 +189,7 @@ def test_the_end_of_a_text_is_the_one_that_is_named_beside_the_tokenizer(
             **{"data.path": str(tmp_path / path), "train.run_dir": str(tmp_path / path[:4])},
         )
         (place / "tokenizer_config.json").unlink(missing_ok=True)
-        with pytest.raises(
-            ConfigError, match=r"has no token.*name it as eos_token in the tokenizer_c"
-        ):
+        with pytest.raises(ConfigError, match=r"has no token.*name it as eos_token in the tokenizer_c"):
             run_quietly(config)
         eos = "[END]" if path == "texts" else {"content": "[END]", "special": True}
         (place / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))

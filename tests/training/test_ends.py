@@ -126,9 +126,7 @@ def test_experts_are_spoken_of_where_there_are_some(tiny, options):
 def test_gradient_accumulation_by_its_usual_name(tiny, run_quietly, tmp_path):
     runs = [
         tiny(**options, **{"train.run_dir": str(tmp_path / str(i))})
-        for i, options in enumerate(
-            [{"train.micro_batch_size": 2}, {"train.gradient_accumulation_steps": 2}, {}]
-        )
+        for i, options in enumerate([{"train.micro_batch_size": 2}, {"train.gradient_accumulation_steps": 2}, {}])
     ]
     for run in runs:
         run_quietly(run)

@@ -131,9 +131,7 @@ def test_documents_do_not_run_into_each_other():
 
 def test_the_trigram_model_learns_what_repeats_and_not_what_is_random():
     generator = np.random.default_rng(0)
-    training, fresh = (
-        "".join(map(chr, generator.integers(65, 81, size))) for size in (400_000, 20_000)
-    )
+    training, fresh = ("".join(map(chr, generator.integers(65, 81, size))) for size in (400_000, 20_000))
     # Sixteen letters at random: four bits each, and no model can do better on text that it has not seen.
     assert 3.99 < ByteTrigram.fit([training]).bits_per_byte([fresh]) < 4.1
     assert ByteTrigram.fit(["abcabc" * 1000]).bits_per_byte(["abcabc" * 50]) < 0.1

@@ -41,9 +41,7 @@ def test_the_record_is_what_a_loop_over_tokens_finds():
     sums = counter.watched[0].tolist()
     use = use_of_experts(counts, counter.num_dropped.tolist(), sums, labels)
     # the second token of each sample, at the middle of it, is dropped
-    assert use.dropped_by_position == [
-        [0.0] * (POSITIONS // 2) + [1.0] + [0.0] * (POSITIONS // 2 - 1)
-    ]
+    assert use.dropped_by_position == [[0.0] * (POSITIONS // 2) + [1.0] + [0.0] * (POSITIONS // 2 - 1)]
     assert use.counts_by_label == {"en": [[1, 0, 1]], "de": [[1, 0, 2]]}
     twice = use_of_experts(counts, counter.num_dropped.tolist(), sums, ("en", "en"))
     assert twice.counts_by_label == {"en": [[1, 0, 1]], "en (2)": [[1, 0, 2]]}
@@ -100,7 +98,8 @@ def test_a_tracker_gets_every_step_and_a_resumed_run_has_one_record_of_each(tiny
 
 
 def test_two_ranks_record_what_one_does(tiny, make_corpus, tmp_path, two_ranks, run_quietly):
-    """Counts, sums of weights, drops by position and use by place of the text are those of the whole batch, whoever has the tokens."""
+    """Counts, sums of weights, drops by position and use by place of the text are those of the whole batch, whoever has
+    the tokens."""
     places = [str(make_corpus(tmp_path / name, documents=9, seed=i)) for i, name in enumerate("ab")]
     changes = {"train.steps": 1, "train.batch_size": 16, "optim.warmup_steps": 1}
     changes |= {"data.path": tuple(places), "train.dtype": "float64"}
@@ -110,8 +109,7 @@ def test_two_ranks_record_what_one_does(tiny, make_corpus, tmp_path, two_ranks, 
     spread = config.updated({"train.run_dir": str(tmp_path / "spread"), "parallel.tp_degree": 2})
     two_ranks.run(_train, spread.model_dump_json())
     one, two = (
-        json.loads((tmp_path / name / "experts.jsonl").read_text().splitlines()[0])
-        for name in ("run", "spread")
+        json.loads((tmp_path / name / "experts.jsonl").read_text().splitlines()[0]) for name in ("run", "spread")
     )
     assert one == two
     assert list(one["counts_by_label"]) == places

@@ -38,9 +38,7 @@ def base(tmp_path_factory):
 def chats(tmp_path_factory):
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     turns = ({"role": "user", "content": "say"}, {"role": "assistant", "content": "well"})
-    lines = [
-        json.dumps({"messages": [turns[0], {**turns[1], "content": f"{n}"}]}) for n in range(40)
-    ]
+    lines = [json.dumps({"messages": [turns[0], {**turns[1], "content": f"{n}"}]}) for n in range(40)]
     path.write_text("\n".join(lines))
     return path
 
@@ -202,9 +200,7 @@ def test_samples_change_no_loss(words, tmp_path, capsys):
     assert train_verb([*short, "--train.sample-every", "2"]) == 0
     said = capsys.readouterr().out
     assert "step 2 wrote: " in said and "step 3 wrote: " in said
-    rows = [
-        json.loads(one) for one in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(one) for one in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {2, 3} and all("say" in row["prompt"] for row in rows)
     with_samples = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert train_verb(_elsewhere(short, tmp_path)) == 0
@@ -219,9 +215,7 @@ def _elsewhere(words, tmp_path):
 def test_the_best_by_another_measure(words, tmp_path):
     more = ["--train.steps", "2", "--train.best-by", "bits_per_byte", "--train.patience", "5"]
     assert train_verb([*words, *more]) == 0
-    with pytest.raises(
-        ConfigError, match="train.best_by=f1: is no measure of this run; known: loss"
-    ):
+    with pytest.raises(ConfigError, match="train.best_by=f1: is no measure of this run; known: loss"):
         train_verb([*_elsewhere(words, tmp_path), "--train.steps", "2", "--train.best-by", "f1"])
 
 

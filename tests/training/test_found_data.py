@@ -1,4 +1,5 @@
-"""Text as people have it: large and small files, links, packed files, odd names, what cannot be read, damaged caches."""
+"""Text as people have it: large and small files, links, packed files, odd names, what cannot be read, damaged
+caches."""
 
 import gzip
 import logging
@@ -50,9 +51,7 @@ def large_in_a_sample(folder):
         (folder / f"{name}.txt").write_text(lines(4_000, name))
 
 
-@pytest.mark.parametrize(
-    "write", [large_beside_small, large_and_packed, two_large, large_by_link, large_in_a_sample]
-)
+@pytest.mark.parametrize("write", [large_beside_small, large_and_packed, two_large, large_by_link, large_in_a_sample])
 def test_a_large_file_is_cut_so_that_the_split_is_near_what_was_asked_for(tmp_path, write):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -60,9 +59,7 @@ def test_a_large_file_is_cut_so_that_the_split_is_near_what_was_asked_for(tmp_pa
     most = 200_000 if write is large_in_a_sample else None
     config = TextConfig(path=str(folder), validation_fraction=0.2, max_bytes=most)
     corpus = load_corpus(config)
-    training, validation = (
-        sum(d.num_bytes for d in side) for side in (corpus.training, corpus.validation)
-    )
+    training, validation = (sum(d.num_bytes for d in side) for side in (corpus.training, corpus.validation))
     assert 0.1 < validation / (training + validation) < 0.4
     names = {d.name.partition("#")[0] for d in corpus.training + corpus.validation}
     if most is None:
@@ -226,9 +223,7 @@ def test_what_is_in_a_folder_is_used_or_said(tmp_path, add):
 def test_text_that_max_bytes_leaves_out_is_said(tmp_path, most):
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text(f"{i}" + "x" * 999)
-    notes = [
-        str(note) for note in load_corpus(TextConfig(path=str(tmp_path), max_bytes=most)).notes
-    ]
+    notes = [str(note) for note in load_corpus(TextConfig(path=str(tmp_path), max_bytes=most)).notes]
     said = [note for note in notes if "data.max_bytes=none" in note]
     assert len(said) == (most is not None)
     if most is not None:  # each of these files is cut in two, as a lone one is

@@ -44,6 +44,4 @@ def test_what_other_work_left_is_given_back_before_the_steps():
     heap.before_steps()
     heap.after_step()
     heap.after_step()
-    assert given == [0], (
-        "what a step needs is measured anew, and a step that needs it is not trimmed"
-    )
+    assert given == [0], "what a step needs is measured anew, and a step that needs it is not trimmed"

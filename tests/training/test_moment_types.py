@@ -1,4 +1,5 @@
-"""Moments in few bytes: what each type makes of them, words that go by name, step and place, runs that go on to the bit."""
+"""Moments in few bytes: what each type makes of them, words that go by name, step and place, runs that go on to the
+bit."""
 
 import copy
 import re
@@ -163,7 +164,8 @@ def stepped(state_dtype, gradients, *, name="adamw"):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("state_dtype", TYPES)
 def test_a_step_is_that_of_the_moments_as_they_are_kept(state_dtype, name, case):
-    """To the bit: FP32's first step, and from then on FP32's step from what the moments stand for, which is twice the nearest off at most."""
+    """To the bit: FP32's first step, and from then on FP32's step from what the moments stand for, which is twice the
+    nearest off at most."""
     gradients = [CASES[case](), CASES[case]().flip(0)]
     first, optimizer = stepped(state_dtype, gradients[:1], name=name)
     plain, exact = stepped("float32", gradients[:1], name=name)
@@ -258,9 +260,7 @@ def run_of(tiny, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("name", "state_dtype"), [("muon", t) for t in TYPES] + [("adamw", "int8")]
-)
+@pytest.mark.parametrize(("name", "state_dtype"), [("muon", t) for t in TYPES] + [("adamw", "int8")])
 def test_a_run_goes_on_to_the_bit(run_of, run_quietly, name, state_dtype):
     changes = {"optim.name": name, "optim.state_dtype": state_dtype}
     run_quietly(run_of("straight", 6, **changes))
@@ -277,7 +277,14 @@ def test_a_run_goes_on_to_the_bit(run_of, run_quietly, name, state_dtype):
     assert others[2:] != [loss for loss, _ in straight[2:]]
 
 
-PAIRS = [("float32", "int8"), ("int8", "bfloat16"), ("fp16-scaled", "int8"), ("int8", "fp16-scaled"), ("int8", "float32"), ("bfloat16", "float32")]  # fmt: skip
+PAIRS = [
+    ("float32", "int8"),
+    ("int8", "bfloat16"),
+    ("fp16-scaled", "int8"),
+    ("int8", "fp16-scaled"),
+    ("int8", "float32"),
+    ("bfloat16", "float32"),
+]
 
 
 @pytest.mark.parametrize(("was", "now"), PAIRS)
@@ -297,9 +304,7 @@ def test_a_checkpoint_goes_on_with_another_type(run_of, run_quietly, name, was, 
         states.append(state)
     before, after = states
     assert not before.loaded
-    assert re.fullmatch(
-        rf"optimizer: moments change their type, \d+ tensors from {was} to {now}", after.loaded
-    )
+    assert re.fullmatch(rf"optimizer: moments change their type, \d+ tensors from {was} to {now}", after.loaded)
     assert values_of(before).keys() == values_of(after).keys()
     for where, old in values_of(before).items():
         new = values_of(after)[where]

@@ -1,4 +1,5 @@
-"""Muon: each expert's matrices by their singular values, a run that goes on to the bit; on ranks in test_train_layouts.py."""
+"""Muon: each expert's matrices by their singular values, a run that goes on to the bit; on ranks in
+test_train_layouts.py."""
 
 import copy
 import inspect
@@ -35,20 +36,14 @@ def orthogonalized_by_singular_values(matrix):
     return u @ torch.diag(s) @ vt
 
 
-@pytest.mark.parametrize(
-    "shape", [(24, 24), (24, 35), (24, 36), (36, 24), (24, 200), (200, 24), (1, 9)]
-)
+@pytest.mark.parametrize("shape", [(24, 24), (24, 35), (24, 36), (36, 24), (24, 200), (200, 24), (1, 9)])
 @pytest.mark.parametrize("last", [0, -3, -6])
 def test_singular_values_of_every_size_end_near_one(shape, last):
     """Of FP32 matrices, wide ones by way of their Gram matrices, whose least eigenvalue is 1e-12 of the largest."""
     draws = torch.Generator().manual_seed(len(shape) + shape[0])
-    u, _, vt = torch.linalg.svd(
-        torch.randn(shape, generator=draws, dtype=torch.float64), full_matrices=False
-    )
+    u, _, vt = torch.linalg.svd(torch.randn(shape, generator=draws, dtype=torch.float64), full_matrices=False)
     x = u @ torch.diag(torch.logspace(0, last, len(vt), dtype=torch.float64)) @ vt
-    matrices = torch.stack(
-        [x, torch.zeros_like(x), 1e-5 * x, x[:, :1] @ x[:1]]
-    )  # the last of rank 1
+    matrices = torch.stack([x, torch.zeros_like(x), 1e-5 * x, x[:, :1] @ x[:1]])  # the last of rank 1
     found = muon.orthogonalized(matrices.float()).double()
     assert not found[1].any()
     for one, matrix in zip(found, matrices, strict=True):
@@ -95,9 +90,7 @@ def update_of_one(matrix, gradients):
 def gpt():
     sizes = {"vocab_size": 300, "dim": 12, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}
     moe = {"num_experts": (3,), "hidden_dim": 7, "shared_hidden_dim": 5, "shared_gate": True}
-    config = ModelConfig(
-        **sizes, tie_embeddings=False, moe_every=2, moe=MoEConfig(**moe, residual=True, bias=True)
-    )
+    config = ModelConfig(**sizes, tie_embeddings=False, moe_every=2, moe=MoEConfig(**moe, residual=True, bias=True))
     return GPT(config, seed=0, dtype=torch.float64)
 
 
@@ -175,9 +168,7 @@ def test_gate_and_up_in_one_are_updated_as_two(is_transposed, is_concatenated):
         optimizer.step()
 
     def led(w, g):
-        return torch.stack(
-            [update_of_one(*pair) for pair in zip(w, zip(g, g, strict=True), strict=True)]
-        )
+        return torch.stack([update_of_one(*pair) for pair in zip(w, zip(g, g, strict=True), strict=True)])
 
     expected = [led(*pair) for pair in zip((gate, up, down), grads, strict=True)]
     assert_close_fp64(model.gate_up_proj, fused(*expected[:2]), what="gate and up")
@@ -315,7 +306,5 @@ def test_a_run_goes_on_to_the_bit(tiny, run_quietly, tmp_path):
 
 
 def test_momentum_without_muon_is_refused():
-    with pytest.raises(
-        ConfigError, match="optim.momentum=0.5: has no effect with optim.name=adamw"
-    ):
+    with pytest.raises(ConfigError, match="optim.momentum=0.5: has no effect with optim.name=adamw"):
         RECIPES["gpt-moe-test"]().updated({"optim.momentum": 0.5})

@@ -95,9 +95,7 @@ def test_a_run_writes_to_services_by_name(tiny, run_quietly, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["log", "finish"])
-def test_a_service_that_fails_is_dropped_with_one_warning(
-    call, tiny, run_quietly, monkeypatch, capsys
-):
+def test_a_service_that_fails_is_dropped_with_one_warning(call, tiny, run_quietly, monkeypatch, capsys):
     def fail(*given, **named):
         calls.append(given)
         raise RuntimeError("API request failed:\nConnection refused")
@@ -129,7 +127,5 @@ def test_an_error_of_a_users_tracker_is_raised_after_a_checkpoint(tiny):
 def test_a_service_that_is_not_installed_is_refused_before_the_work(tiny, run_quietly, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny(**{"train.trackers": ("wandb",)})
-    with pytest.raises(
-        ConfigError, match=r"train.trackers='?wandb'?.*is not installed; pip install wandb"
-    ):
+    with pytest.raises(ConfigError, match=r"train.trackers='?wandb'?.*is not installed; pip install wandb"):
         run_quietly(config)

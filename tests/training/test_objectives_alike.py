@@ -79,11 +79,7 @@ def records(name, n):
         answer = {"role": "assistant", "content": f"well {n * n}"}
         return {"messages": [{"role": "user", "content": f"say {n}"}, answer]}
     told = {"prompt": f"say {n}" + "." * (n % 5)}
-    return (
-        told
-        if name == "grpo"
-        else told | {"chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)}
-    )
+    return told if name == "grpo" else told | {"chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)}
 
 
 @pytest.fixture(scope="module")

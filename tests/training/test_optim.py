@@ -30,9 +30,7 @@ def model(**moe):
 def test_matrices_are_decayed_and_nothing_else():
     net = model(bias=True, residual=True)
     optimizer = build_optimizer(net, OptimConfig(weight_decay=0.3))
-    decay = {
-        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     named = dict(net.named_parameters())
     assert len(decay) == len(named)
     decayed = {name for name, p in named.items() if decay[id(p)]}

@@ -206,9 +206,7 @@ def vit():
 
 def own_experts():
     torch.manual_seed(0)
-    experts = MoELayer(
-        dim=D, hidden_dim=D, num_experts=E, top_k=1, experts=lambda i: nn.Linear(D, D)
-    )
+    experts = MoELayer(dim=D, hidden_dim=D, num_experts=E, top_k=1, experts=lambda i: nn.Linear(D, D))
     return nn.Sequential(nn.Linear(D, D), experts, nn.Linear(D, 5))
 
 
@@ -219,8 +217,7 @@ MODELS = {
     ),
     mixtral: (
         {"model.embed_tokens.weight": "table", "lm_head.weight": "edge"},
-        {f"self_attn.{x}_proj.weight" for x in "qkvo"}
-        | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"},
+        {f"self_attn.{x}_proj.weight" for x in "qkvo"} | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"},
     ),
     vit: (
         {
@@ -276,8 +273,6 @@ def test_optimizers_take_what_the_summary_says():
     decayed = sum(len(g["params"]) for g in groups if g["weight_decay"])
     rest = len(learned) - decayed
     said = summary(model, muon=True)
-    assert said.startswith(
-        f"Muon: {sum(taken)} of {decayed} matrices; AdamW: {decayed - sum(taken)} "
-    )
+    assert said.startswith(f"Muon: {sum(taken)} of {decayed} matrices; AdamW: {decayed - sum(taken)} ")
     assert said.endswith(f"1 table and {rest - 1} vectors, not decayed")
     assert summary(model, muon=False).startswith(f"AdamW: {decayed} matrices; 1 table")

@@ -133,9 +133,7 @@ def test_a_packed_folder_is_a_base_as_it_is(base, packed, chats, tmp_path):
     # numbers in FP8 are rounded to BF16 where they are widened on reading
     [("mxfp4", "gpt_oss", in_mxfp4, 1e-5), ("fp8", "qwen3_moe", in_fp8, 5e-3)],
 )
-def test_experts_of_the_hub_stay_in_the_format_of_their_files(
-    form, name, pack, error, chats, tmp_path
-):
+def test_experts_of_the_hub_stay_in_the_format_of_their_files(form, name, pack, error, chats, tmp_path):
     size = SIZES | {"intermediate_size": 64, "dtype": torch.bfloat16}
     pack_files(hub_folder(tmp_path / "hub", name, **size), pack)
     words = words_of(tmp_path / "hub", chats, tmp_path)
@@ -194,19 +192,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_on_a_packed_base_over_ranks_learn_what_one_process_does(
-    layout, base, chats, tmp_path, two_ranks
-):
+def test_adapters_on_a_packed_base_over_ranks_learn_what_one_process_does(layout, base, chats, tmp_path, two_ranks):
     storage, degrees = LAYOUTS[layout]
     more = [*lora(3), "--base.storage", storage, "--base.group-size", "32"]
     if storage not in GROUPED:
         more = more[:-2]
     more += ["--train.micro-batch-size", "2"]
     one, words = (
-        [
-            "float64" if word == "float32" else word
-            for word in words_of(base, chats, tmp_path, run=run)
-        ]
+        ["float64" if word == "float32" else word for word in words_of(base, chats, tmp_path, run=run)]
         for run in ("run", "two")
     )
     assert train_verb([*one, *more]) == 0

@@ -1,4 +1,5 @@
-"""Runs that learn preferences: their measures, whatever micro-batches and ranks; resumed to the bit; the best by accuracy."""
+"""Runs that learn preferences: their measures, whatever micro-batches and ranks; resumed to the bit; the best by
+accuracy."""
 
 import json
 import math
@@ -53,9 +54,7 @@ MEASURES = (
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     lines = [
-        json.dumps(
-            {"prompt": f"say {n}", "chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)}
-        )
+        json.dumps({"prompt": f"say {n}", "chosen": f"well {n * n}", "rejected": "no " * (1 + n % 4)})
         for n in range(60)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(lines))
@@ -226,9 +225,7 @@ def test_a_killed_run_with_adapters_on_a_packed_base_goes_on_to_the_bit(storage,
     lora = ["--adapter.kind", "lora", "--adapter.rank", "4", "--base.storage", storage]
     more = ["--train.steps", "6", "--train.checkpoint-every", "2", "--base.group-size", "32"]
     more += [*lora, "--optim.lr", "1e-2", "--train.resume", "auto"]
-    straight, killed = (
-        words_of(folder, base, f"{storage}-{name}", *more) for name in ("straight", "killed")
-    )
+    straight, killed = (words_of(folder, base, f"{storage}-{name}", *more) for name in ("straight", "killed"))
     assert main(straight) == 0
     kill_after_a_checkpoint(killed[1:], folder / f"{storage}-killed")
     assert main(killed) == 0
@@ -259,9 +256,7 @@ def test_another_objective_does_not_go_on(folder, whole):
         train_quietly(config_of(folder, "sigmoid", changes))
 
 
-@pytest.mark.parametrize(
-    "loss", [name for name, row in LOSS_OPTIONS.items() if not row.has_reference]
-)
+@pytest.mark.parametrize("loss", [name for name, row in LOSS_OPTIONS.items() if not row.has_reference])
 def test_losses_without_a_reference_score_none(loss, folder):
     run(folder, f"free-{loss}", {"objective.loss": loss, "train.steps": 1})
     assert not (folder / f"free-{loss}" / FILE).exists()
@@ -302,9 +297,7 @@ def test_options_of_training_alone_are_told(folder, caplog):
 
 def test_a_pair_costs_two_sequences(folder):
     pairs = config_of(folder, "unused", {"train.micro_batch_size": 4})
-    texts = pairs.updated(
-        {"objective.name": "lm", "train.batch_size": 16, "train.micro_batch_size": 8}
-    )
+    texts = pairs.updated({"objective.name": "lm", "train.batch_size": 16, "train.micro_batch_size": 8})
     found, expected = (gpt_costs(one, num_ranks=1, dtype="float32") for one in (pairs, texts))
     assert found == expected
     assert dominant_products(pairs) == dominant_products(texts)

@@ -33,9 +33,7 @@ def lines(config):
 
 def weights(config):
     run = load_run(config.train.run_dir)
-    model = GPT(
-        run.config.model, dtype=torch.float64 if run.config.train.dtype == "float64" else None
-    )
+    model = GPT(run.config.model, dtype=torch.float64 if run.config.train.dtype == "float64" else None)
     run.load_into(model.state_dict())
     return model.state_dict()
 
@@ -43,9 +41,7 @@ def weights(config):
 @pytest.fixture(scope="module")
 def finished(tiny_in, tmp_path_factory, run_quietly):
     """A run of 8 steps and one of 2, by their numbers of steps; for tests that do not change them."""
-    runs = {
-        steps: tiny_in(tmp_path_factory.mktemp("run"), **{"train.steps": steps}) for steps in (2, 8)
-    }
+    runs = {steps: tiny_in(tmp_path_factory.mktemp("run"), **{"train.steps": steps}) for steps in (2, 8)}
     for config in runs.values():
         run_quietly(config)
     return runs
@@ -102,9 +98,10 @@ def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly):
     with calls_of(TextData.batch) as calls:
         changes = {"train.steps": 5, "train.batch_size": 6, "train.resume": "auto"}
         run_quietly(config.updated(changes))
-    assert [
-        tuple(variables[n] for n in ("first_sample", "num_samples")) for variables, _ in calls
-    ] == [(12, 6), (18, 6)]
+    assert [tuple(variables[n] for n in ("first_sample", "num_samples")) for variables, _ in calls] == [
+        (12, 6),
+        (18, 6),
+    ]
 
 
 def test_a_run_goes_on_without_the_one_that_it_began_with(tiny, run_quietly, tmp_path):
@@ -165,9 +162,7 @@ def snapshot(folder):
     ids=str,
 )
 @pytest.mark.parametrize("place", ["new", "made/by/the user", "new/and/deep"])
-def test_a_run_that_is_refused_leaves_nothing(
-    tiny, finished, run_quietly, tmp_path, changes, place
-):
+def test_a_run_that_is_refused_leaves_nothing(tiny, finished, run_quietly, tmp_path, changes, place):
     if changes.get("distill.teacher") == "the finished run":
         changes = {**changes, "distill.teacher": finished[2].train.run_dir}
     (tmp_path / "made" / "by" / "the user").mkdir(parents=True)
@@ -239,9 +234,7 @@ def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
         assert (tmp_path / "run" / "lock").read_text().strip() == str(os.getpid())
 
 
-def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
-    tiny, run_quietly, before_steps, monkeypatch
-):
+def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(tiny, run_quietly, before_steps, monkeypatch):
     config = tiny(**{"train.steps": 10, "train.max_bad_steps": 3, "train.checkpoint_every": 2})
 
     @before_steps
@@ -255,10 +248,7 @@ def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
     assert "3 steps in a row" in str(info.value) and "step_00000004" in str(info.value)
     metrics = lines(config)
     assert [m["skipped_steps"] for m in metrics] == [0, 0, 0, 0, 0, 1, 2, 3]
-    assert (
-        metrics[-1]["loss"] is None
-        and "NaN" not in RunDir(config.train.run_dir).metrics.read_text()
-    )
+    assert metrics[-1]["loss"] is None and "NaN" not in RunDir(config.train.run_dir).metrics.read_text()
     monkeypatch.undo()
     result = run_quietly(config.updated({"train.resume": "auto"}))
     assert (result.resumed_from, result.step, result.skipped_steps) == (4, 10, 0)
@@ -274,9 +264,7 @@ def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps
 
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_and_the_run_goes_on_later(
-    tiny, finished, run_quietly, before_steps, monkeypatch, number
-):
+def test_a_signal_saves_and_the_run_goes_on_later(tiny, finished, run_quietly, before_steps, monkeypatch, number):
     config = tiny()
     before = signal.getsignal(number)
     before_steps(lambda model, step: step == 2 and os.kill(os.getpid(), number))

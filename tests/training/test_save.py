@@ -1,4 +1,5 @@
-"""A changed model becomes a run: it is loaded, trained on and written for the hub with its new tokens; refusals leave no folder."""
+"""A changed model becomes a run: it is loaded, trained on and written for the hub with its new tokens; refusals leave
+no folder."""
 
 import copy
 import json
@@ -42,16 +43,14 @@ def test_a_model_with_more_tokens_is_a_run(hub_run, tmp_path, corpus_folder, cac
     assert again.config == model.config and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     options = {"max_tokens": 5, "temperature": 0}
-    assert em.generate(again, its_tokenizer, TEXT, **options) == em.generate(
-        model, tokenizer, TEXT, **options
-    )
+    assert em.generate(again, its_tokenizer, TEXT, **options) == em.generate(model, tokenizer, TEXT, **options)
     assert (path / "hub" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (path / "hub" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
     out = convert(path, tmp_path / "out").path
     assert load_tokenizer(out / "tokenizer.json").to_str() == tokenizer.to_str()
     assert json.loads((out / "config.json").read_text())["vocab_size"] == model.vocab_size
-    changes = {"data.path": str(corpus_folder), "data.cache_dir": str(cache_folder), "data.max_bytes": None, "data.seq_len": 16,
-               "train.init_from": str(path), "train.run_dir": str(tmp_path / "on"), "train.steps": 2, "optim.warmup_steps": 1,
+    changes = {"data.path": str(corpus_folder), "data.cache_dir": str(cache_folder), "data.max_bytes": None, "data.seq_len": 16,  # noqa: E501
+               "train.init_from": str(path), "train.run_dir": str(tmp_path / "on"), "train.steps": 2, "optim.warmup_steps": 1,  # noqa: E501
                "train.batch_size": 2, "train.device": "cpu", "train.tensorboard": False}  # fmt: skip
     result = em.train(em.recipe("gpt-moe-test", changes), quiet=True)
     assert result.step == 2
@@ -59,7 +58,7 @@ def test_a_model_with_more_tokens_is_a_run(hub_run, tmp_path, corpus_folder, cac
     assert trained.vocab_size == model.vocab_size and last.token_to_id(NEW[0]) == size
 
 
-OF_TINY = {"data.cache_dir": "CACHE", "data.path": "TEXTS", "train.steps": 2, "optim.warmup_steps": 1, "train.device": "cpu",
+OF_TINY = {"data.cache_dir": "CACHE", "data.path": "TEXTS", "train.steps": 2, "optim.warmup_steps": 1, "train.device": "cpu",  # noqa: E501
            "train.tensorboard": False, "data.max_bytes": None}  # fmt: skip
 
 

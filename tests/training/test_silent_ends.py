@@ -78,14 +78,10 @@ def test_the_end_of_a_run_is_said_elsewhere(tiny, capfd):
     assert "the run goes on without it" in said and "8 steps" in said and "checkpoint: " in said
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["doctor", "--help"], ["train", "--help"]]
-)
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"], ["train", "--help"]])
 def test_other_verbs_say_that_they_could_not_answer(words, capfd):
     assert full_stdout(words) == 1
-    assert capfd.readouterr().err.startswith(
-        "error: No space left on device (standard output); free"
-    )
+    assert capfd.readouterr().err.startswith("error: No space left on device (standard output); free")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

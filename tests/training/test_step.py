@@ -90,9 +90,7 @@ def assert_routing_losses_are_means(task, samples):
         model = task.builder.build(device="cpu", dtype=precision.master_dtype)
         key_noise(model, seed=0, step=0)
         options = {"scaler": precision.scaler(), "precision": precision}
-        sums, *_ = accumulate_gradients(
-            task, model, samples, step=0, micro_batch_size=size, **options
-        )
+        sums, *_ = accumulate_gradients(task, model, samples, step=0, micro_batch_size=size, **options)
         found.append(sums)
     assert_close_fp64(found[1], found[0], what="losses")
 

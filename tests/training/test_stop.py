@@ -70,9 +70,7 @@ def run_words(config, *more):
         (signal.SIGTERM, 143),
     ],
 )
-def test_the_exit_code_names_the_signal(
-    tiny, before_steps, nobody, monkeypatch, capfd, number, code
-):
+def test_the_exit_code_names_the_signal(tiny, before_steps, nobody, monkeypatch, capfd, number, code):
     config, stack = tiny(), ExitStack()
     if number == signal.SIGPIPE:
         stack.enter_context(redirect_stdout(nobody("dead pipe")))
@@ -90,9 +88,7 @@ def test_the_exit_code_names_the_signal(
         assert "SIGINT: stopping after this step" in errors and "Ctrl-C again" in errors
 
 
-@pytest.mark.parametrize(
-    ("changes", "number"), [({}, signal.SIGTERM), ({"train.max_time": 1e-9}, None)]
-)
+@pytest.mark.parametrize(("changes", "number"), [({}, signal.SIGTERM), ({"train.max_time": 1e-9}, None)])
 def test_a_caller_from_python_is_told_in_python(tiny, before_steps, changes, number):
     said = io.StringIO()
     before_steps(lambda model, step: step == 2 and number and os.kill(os.getpid(), number))
@@ -138,9 +134,7 @@ def test_the_live_table_fits_the_terminal_and_says_that_it_stops(monkeypatch, co
     terminal.close()
     os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    lines = re.split(
-        r"[\r\n]+", re.sub(r"step \d: validation loss [0-9.]+, [0-9.]+ bits per byte", "", plain)
-    )
+    lines = re.split(r"[\r\n]+", re.sub(r"step \d: validation loss [0-9.]+, [0-9.]+ bits per byte", "", plain))
     assert max(map(len, lines)) <= columns
     assert "SIGINT: stopping after this step" in plain and "12345" in plain.replace(",", "")
     assert "6.2500" in "".join(lines)  # in the table, too

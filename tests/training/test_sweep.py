@@ -19,9 +19,7 @@ from expertmesh.training.metrics import read_metrics
 from expertmesh.training.step import training_step
 
 
-def test_each_rate_is_trained_once_and_the_best_is_named(
-    corpus_folder, cache_folder, tmp_path, capsys
-):
+def test_each_rate_is_trained_once_and_the_best_is_named(corpus_folder, cache_folder, tmp_path, capsys):
     file = tmp_path / "sweep" / sweeping.TABLE_NAME
     places = ["--data.path", str(corpus_folder), "--data.cache-dir", str(cache_folder)]
     lengths = ["--train.steps", "4", "--train.eval-batches", "1", "--train.dtype", "float32"]
@@ -45,17 +43,12 @@ def test_each_rate_is_trained_once_and_the_best_is_named(
     config = file.parent / "lr-0.01" / "config.json"
     before = config.read_bytes()
     capsys.readouterr()
-    assert (
-        main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--optim.weight-decay", "9"]) == 2
-    )
+    assert main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--optim.weight-decay", "9"]) == 2
     said = capsys.readouterr().err
     assert "--optim.weight-decay 9.0: the run in" in said and "lr-0.01 has 0.1, and" in said
     assert config.read_bytes() == before and json.loads(file.read_text()) == again
     with calls_of(training_step) as calls:  # what moves no weight may change
-        assert (
-            main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--train.eval-every", "3"])
-            == 0
-        )
+        assert main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--train.eval-every", "3"]) == 0
     assert not calls
 
 
@@ -101,9 +94,7 @@ def test_a_rate_that_diverges_or_is_stopped(tiny, before_steps):
 
 
 def test_the_best_is_the_largest_of_a_metric_that_should_be_large():
-    runs = [
-        sweeping.SweptRate(lr, "", 1.0, metric) for lr, metric in ((1, 0.5), (2, 0.9), (3, None))
-    ]
+    runs = [sweeping.SweptRate(lr, "", 1.0, metric) for lr, metric in ((1, 0.5), (2, 0.9), (3, None))]
     for larger, best in ((False, 1), (True, 2)):
         assert sweeping.best_rate(runs, Metric(higher_is_better=larger)).lr == best
 

@@ -69,10 +69,7 @@ TERMS = {
 @pytest.fixture(scope="module")
 def plain():
     """What each family measures without any of them."""
-    return {
-        name: measured(name, {"model.label_smoothing": 0.0} if name != "gpt" else {})
-        for name in FAMILIES
-    }
+    return {name: measured(name, {"model.label_smoothing": 0.0} if name != "gpt" else {}) for name in FAMILIES}
 
 
 def measured(family, options):

@@ -102,9 +102,7 @@ def test_a_run_says_how_many_and_goes_on_with_them(four_threads, tiny, before_st
     record = RunDir(tiny().train.run_dir).arithmetic
     values = json.loads(record.read_text())
     count = values["threads"]
-    assert re.search(
-        rf", {count} threads? \((for products of this size|all that it may use)\)", line
-    )
+    assert re.search(rf", {count} threads? \((for products of this size|all that it may use)\)", line)
     assert used == [count] * 4
     record.write_text(json.dumps(values | {"threads": 1}))
     line = first_line(tiny(**{"train.steps": 6}, **schedule))
@@ -164,9 +162,7 @@ def test_the_run_says_it(tiny, before_steps):
     before_steps(wait)
     train(tiny(**{"train.steps": 17}), console=Console(file=said, width=400))
     (line,) = [line for line in said.getvalue().splitlines() if "times the median" in line]
-    assert re.match(
-        r"step \d+ took [\d.]+ s, \d+ times the median of [\d.e-]+ s: .+ \(said once\)", line
-    )
+    assert re.match(r"step \d+ took [\d.]+ s, \d+ times the median of [\d.e-]+ s: .+ \(said once\)", line)
 
 
 @pytest.mark.parametrize("set_by_user", ["", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

@@ -70,9 +70,7 @@ def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_pa
     data = prepare_tokens(config, vocab_size=300)
     training, validation = (list(texts(s)) for s in (data.corpus.training, data.corpus.validation))
     assert not set(training) & set(validation)
-    alone, all_texts = (
-        train_tokenizer(t, vocab_size=300) for t in (training, training + validation)
-    )
+    alone, all_texts = (train_tokenizer(t, vocab_size=300) for t in (training, training + validation))
     assert load_tokenizer(data.tokenizer_path).to_str() == alone.to_str() != all_texts.to_str()
 
 
@@ -97,8 +95,7 @@ def test_many_threads_share_the_cache_and_build_once(corpus_folder, tmp_path, ca
     config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(prepare_tokens(config, vocab_size=300)))
-        for _ in range(4)
+        threading.Thread(target=lambda: results.append(prepare_tokens(config, vocab_size=300))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()

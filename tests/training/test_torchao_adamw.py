@@ -1,4 +1,5 @@
-"""Torchao's AdamW behind `--optim.state-dtype`: what it computes and keeps, that runs go on, and where it is refused."""
+"""Torchao's AdamW behind `--optim.state-dtype`: what it computes and keeps, that runs go on, and where it is
+refused."""
 
 import sys
 
@@ -51,7 +52,8 @@ def torchao():
 
 @pytest.fixture
 def compiled(request, torchao):
-    """Whether torchao's step is compiled: for each shape one, most of a minute for a small model. Or it runs as it is."""
+    """Whether torchao's step is compiled: for each shape one, most of a minute for a small model. Or it runs as it
+    is."""
     with torch.compiler.set_stance("default" if request.param else "force_eager"):
         yield request.param
 
@@ -92,12 +94,8 @@ def tensors(state):
 
 
 @pytest.mark.parametrize("state_dtype", TYPES)
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], indirect=True
-)
-def test_a_run_goes_on_to_the_bit_with_the_same_type_only(
-    compiled, state_dtype, tiny, tmp_path, run_quietly
-):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], indirect=True)
+def test_a_run_goes_on_to_the_bit_with_the_same_type_only(compiled, state_dtype, tiny, tmp_path, run_quietly):
 
     def run_of(folder, steps, **changes):
         options = {"model.dim": 64, "model.moe.hidden_dim": 32, "optim.schedule_steps": 4}
@@ -110,17 +108,13 @@ def test_a_run_goes_on_to_the_bit_with_the_same_type_only(
     with pytest.raises(ConfigError, match=f"moments of {state_dtype}, and torchao's are not conv"):
         run_quietly(run_of("halves", 4, **again | {"optim.state_dtype": "int8"}))
     run_quietly(run_of("halves", 4, **again))
-    straight, halves = (
-        [line["loss"] for line in lines_of(tmp_path / n)] for n in ("straight", "halves")
-    )
+    straight, halves = ([line["loss"] for line in lines_of(tmp_path / n)] for n in ("straight", "halves"))
     assert len(straight) == 4 and straight == halves
 
 
 def test_muon():
     with pytest.raises(ConfigError, match="state_dtype=torchao-int8: is an AdamW.*use int8"):
-        RECIPES["gpt-moe-test"]().updated(
-            {"optim.name": "muon", "optim.state_dtype": "torchao-int8"}
-        )
+        RECIPES["gpt-moe-test"]().updated({"optim.name": "muon", "optim.state_dtype": "torchao-int8"})
 
 
 def double():

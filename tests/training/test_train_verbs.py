@@ -107,9 +107,7 @@ def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins_if_ask
     assert "better than the trigram model" in out and "prompt 'alpha beta'" in out
 
 
-def test_report_says_of_which_step_and_which_data_its_numbers_are(
-    tmp_path, corpus_folder, cache_folder, capsys
-):
+def test_report_says_of_which_step_and_which_data_its_numbers_are(tmp_path, corpus_folder, cache_folder, capsys):
     argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "3")
     main(["train", "gpt-moe-test", *argv, "--train.eval-every", "1"])
     trained = capsys.readouterr().out
@@ -139,9 +137,7 @@ def test_report_of_a_language_without_blanks_has_prompts_that_fit(tmp_path, cach
 
 
 @pytest.mark.parametrize("change", ["moved", "changed", "of elsewhere"])
-def test_report_without_its_data_says_so_and_samples(
-    tmp_path, make_corpus, cache_folder, capsys, change
-):
+def test_report_without_its_data_says_so_and_samples(tmp_path, make_corpus, cache_folder, capsys, change):
     folder = make_corpus(tmp_path / "texts")
     argv = words(tmp_path, folder, cache_folder, "--train.steps", "2")
     main(["train", "gpt-moe-test", *argv])
@@ -205,9 +201,7 @@ def test_a_sample_that_ends_is_not_cut(tmp_path):
 
 
 def test_words_that_a_sample_has_only_a_part_of_do_not_count():
-    assert report_samples.countable_words(report_samples.Sample("hel", "lo big wor", True)) == [
-        "big"
-    ]
+    assert report_samples.countable_words(report_samples.Sample("hel", "lo big wor", True)) == ["big"]
     assert report_samples.countable_words(report_samples.Sample("hi", " big world", False)) == [
         "big",
         "world",

@@ -35,9 +35,7 @@ IN_THE_WAY = [
 
 @pytest.mark.parametrize(("name", "put"), IN_THE_WAY)
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_what_is_in_the_way_is_said_before_the_first_step(
-    tiny, run_quietly, before_steps, name, put, resume
-):
+def test_what_is_in_the_way_is_said_before_the_first_step(tiny, run_quietly, before_steps, name, put, resume):
     steps = []
     before_steps(lambda model, step: steps.append(step))
     run = RunDir(tiny().train.run_dir).path

@@ -1,7 +1,7 @@
 """Safetensors files, single or sharded with an index: read through memory maps, and written tensor by tensor.
 
-Sizes and shapes in headers are checked against the files before use. The library `safetensors` maps whole files as private
-writable memory, which the kernel refuses for a file larger than RAM; here each tensor is mapped by itself.
+Sizes and shapes in headers are checked against the files before use. The library `safetensors` maps whole files as
+private writable memory, which the kernel refuses for a file larger than RAM; here each tensor is mapped by itself.
 """
 
 import json
@@ -100,12 +100,11 @@ class HubFiles:
         files = sorted(set(placed.values())) if index.is_file() else [SINGLE]
         if has_single and SINGLE not in files:
             raise ConfigError(
-                f"{folder}: has both {SINGLE} and {INDEX}, which names other files; take away the one that is not the model's"
+                f"{folder}: has both {SINGLE} and {INDEX}, which names other files; take away the one that is not the "
+                "model's"
             )
         if not has_single and not index.is_file():
-            raise ConfigError(
-                f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder as transformers saves one"
-            )
+            raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder as transformers saves one")
         found: dict[str, list[Entry]] = {}
         for file in files:
             entries, _ = read_header(folder / file, fix="restore it from the hub")
@@ -134,7 +133,8 @@ class HubFiles:
             return
         if name in self.entries and not self._are_equal(name, again):
             raise CheckpointError(
-                f"{self.folder}: {again} differs from {name}, and config.json ties them; set tie_word_embeddings to false there if "
+                f"{self.folder}: {again} differs from {name}, and config.json ties them; set tie_word_embeddings to "
+                "false there if "
                 "the model has both, or restore the files from the hub"
             )
         self.entries.setdefault(name, other)
@@ -165,9 +165,7 @@ class HubFiles:
         """A part of a tensor, mapped from its file; not to be written to."""
         return self.entries[name].mapped(at)
 
-    def copy(
-        self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0
-    ) -> None:
+    def copy(self, name: str, at: tuple[slice, ...], into: Tensor, *, dtype: torch.dtype, along: int = 0) -> None:
         """Copy a part of a tensor, by blocks of few elements, so that little further memory is needed.
 
         Args:
@@ -214,7 +212,8 @@ def _chosen(name: str, entries: list[Entry], placed: Mapping[str, str]) -> Entry
     if file not in of_file or (len(entries) > 1 and name not in placed):
         where = f"{INDEX} names {file}" if name in placed else f"{INDEX} names none"
         raise CheckpointError(
-            f"{entries[0].path.parent}: {name} is in {' and '.join(of_file)}, and {where} for it; restore the files from the hub"
+            f"{entries[0].path.parent}: {name} is in {' and '.join(of_file)}, and {where} for it; restore the files "
+            "from the hub"
         )
     return of_file[file]
 
@@ -255,7 +254,8 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
             )
         if entry.dtype not in READABLE:
             raise CheckpointError(
-                f"{where}: {name} has dtype {entry.dtype}, and expertmesh reads float32, bfloat16, float16 and float64; use weights "
+                f"{where}: {name} has dtype {entry.dtype}, and expertmesh reads float32, bfloat16, float16 and "
+                "float64; use weights "
                 "that are not quantised"
             )
 
@@ -265,14 +265,16 @@ def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> 
     missing, extra = (_counted(sorted(names)) for names in (wanted - found, found - wanted))
     if missing and extra:
         raise CheckpointError(
-            f"{where}: has no tensor {missing}, but {extra}, which the architecture of config.json does not have; use the config.json of these files, and "
+            f"{where}: has no tensor {missing}, but {extra}, which the architecture of config.json does not have; use "
+            "the config.json of these files, and "
             "files as transformers or expertmesh writes them"
         )
     if missing:
         raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")
     if extra:
         raise CheckpointError(
-            f"{where}: has a tensor {extra}, which the architecture of config.json does not have; use the config.json of these files"
+            f"{where}: has a tensor {extra}, which the architecture of config.json does not have; use the config.json "
+            "of these files"
         )
 
 
@@ -310,9 +312,7 @@ def read_header(path: Path, *, fix: str) -> tuple[dict[str, Entry], dict[str, An
             )
         is_wrong = isinstance(dtype, torch.dtype) and end - begin != num_bytes
         if is_wrong or min(begin, end - begin, *shape) < 0:
-            raise CheckpointError(
-                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; {fix}"
-            )
+            raise CheckpointError(f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; {fix}")
         found[name] = Entry(path, dtype, shape, start + begin)
     return found, texts if isinstance(texts, dict) else {}
 
@@ -345,13 +345,11 @@ def file_header(tensors: Iterable[FileTensor], texts: Mapping[str, str]) -> byte
     return text + b" " * (-len(text) % _ALIGNMENT)
 
 
-def write_file(
-    path: Path, tensors: Sequence[FileTensor], values: Iterator[Tensor], texts: Mapping[str, str]
-) -> None:
+def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterator[Tensor], texts: Mapping[str, str]) -> None:
     """Write a safetensors file tensor by tensor, and wait until it is on disk.
 
-    The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each tensor, and
-    metadata), then the tensors.
+    The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of
+    each tensor, and metadata), then the tensors.
     """
     header = file_header(tensors, texts)
     with path.open("wb") as file:

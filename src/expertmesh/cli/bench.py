@@ -1,4 +1,5 @@
-"""`expertmesh bench comm`: measure bandwidth between the ranks that torchrun started, and store it for the cost model."""
+"""`expertmesh bench comm`: measure bandwidth between the ranks that torchrun started, and store it for the cost
+model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -159,30 +160,22 @@ def plot(points: Sequence["LinkMeasurement"], width: int = 760, height: int = 42
     for rate in range(low, high + 1, max((high - low) // 8, 1)):
         _, y = at(min(sizes), rate)
         text = f"{2**rate / 1e6:,.3g} MB/s"
-        parts.append(
-            f'<line x1="{left}" y1="{y:.0f}" x2="{width - right}" y2="{y:.0f}" stroke="#ddd"/>'
-        )
+        parts.append(f'<line x1="{left}" y1="{y:.0f}" x2="{width - right}" y2="{y:.0f}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{text}</text>')
     for size in sorted(set(sizes)):
         x, _ = at(size, low)
         shown = f"{int(2**size) >> 10} KiB" if size >= 10 else f"{int(2**size)} B"
-        parts.append(
-            f'<text x="{x:.0f}" y="{height - bottom + 18}" text-anchor="middle">{shown}</text>'
-        )
+        parts.append(f'<text x="{x:.0f}" y="{height - bottom + 18}" text-anchor="middle">{shown}</text>')
     for i, column in enumerate(dict.fromkeys((p.algorithm, p.link) for p in points)):
         mine = [p for p in points if (p.algorithm, p.link) == column]
-        path = " ".join(
-            "{:.1f},{:.1f}".format(*at(log2(p.num_bytes), log2(max(p.bus_bytes_per_s, 1.0))))
-            for p in mine
-        )
+        path = " ".join("{:.1f},{:.1f}".format(*at(log2(p.num_bytes), log2(max(p.bus_bytes_per_s, 1.0)))) for p in mine)
         color, y = COLORS[i % len(COLORS)], top + 16 * i
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(
-            f'<rect x="{width - right + 12}" y="{y}" width="10" height="10" fill="{color}"/>'
-        )
+        parts.append(f'<rect x="{width - right + 12}" y="{y}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{width - right + 28}" y="{y + 9}">{" ".join(column)}</text>')
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="11">'
         f'<rect width="{width}" height="{height}" fill="white"/>'
     )
     foot = f'<text x="{left}" y="{height - 8}">bytes for each other rank</text></svg>'

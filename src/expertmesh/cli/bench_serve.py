@@ -43,9 +43,7 @@ def run(argv: list[str]) -> int:
     key = keys[0] if keys else None
     place = urlsplit(options.address)
     if place.scheme != "http" or not place.hostname:
-        raise ConfigError(
-            f"address {options.address}: must be http://HOST:PORT, as `serve` prints it"
-        )
+        raise ConfigError(f"address {options.address}: must be http://HOST:PORT, as `serve` prints it")
     address = f"http://{place.netloc}"
     facts = _facts(address, key)
     requests = list(bodies(load, vocab_size=facts["vocab_size"], max_len=facts["model_max_length"]))
@@ -65,9 +63,7 @@ def _facts(address: str, key: str | None) -> dict[str, Any]:
 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        with urlopen(
-            Request(f"{address}/tokenizer_info", headers=headers), timeout=_PATIENCE_S
-        ) as answer:
+        with urlopen(Request(f"{address}/tokenizer_info", headers=headers), timeout=_PATIENCE_S) as answer:
             facts: dict[str, Any] = json.loads(answer.read())
     except (URLError, OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)

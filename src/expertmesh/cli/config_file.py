@@ -84,7 +84,8 @@ def flat_values(
             read = flat_values(value, names, path, f"{name}.", verb=verb)
         elif value is not None:
             raise ConfigError(
-                f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside[0]}"
+                f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example "
+                f"{inside[0]}"
             )
         if twice := sorted(read.keys() & found.keys()):
             raise ConfigError(f"--config {path}: {twice[0]} is given twice; give it once")

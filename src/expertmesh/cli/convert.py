@@ -8,7 +8,8 @@ from expertmesh.config.fields import Folder, Operation, Spelling
 
 
 class ConvertVerb(Operation):
-    """Converts a Hugging Face model (Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss, DeepSeek-V2 or V3) into a run, or a run into such a model for transformers, vLLM and SGLang. The direction follows from the source.
+    """Converts a Hugging Face model (Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, Dots1, gpt-oss, DeepSeek-V2 or
+    V3) into a run, or a run into such a model for transformers, vLLM and SGLang. The direction follows from the source.
 
     examples:
       hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
@@ -29,21 +30,14 @@ class ConvertVerb(Operation):
     adapter_only: bool = False
     """write a run's adapters as a peft folder, instead of merging them into the model"""
     expert_layout: Literal["fused", "per-expert"] = "fused"
-    """layout of expert adapters, with --adapter-only: one tensor for all experts as in peft (fused), or one per expert for vLLM (per-expert)"""
+    """layout of expert adapters, with --adapter-only: one tensor for all experts as in peft (fused), or one per expert
+    for vLLM (per-expert)"""
     check: bool = True
     """for a run with adapters: check that the converted model has the same logits"""
 
 
 def run(argv: list[str]) -> int:
-    """Convert, print a summary, and return 0.
-
-    Args:
-        argv: words after `convert`.
-
-    Raises:
-        ConfigError: a path or an option of the model breaks a rule.
-        CheckpointError: the source is damaged, or a tensor does not fit.
-    """
+    """Convert, print a summary, and return 0."""
     options = parsed(ConvertVerb, argv)
     import torch
 

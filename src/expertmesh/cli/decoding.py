@@ -42,7 +42,8 @@ def place_of(options: OnDevice) -> dict[str, Any]:
 
 
 def say_precision(precision: "Precision", *more: str) -> None:
-    """Write to standard error in which type a model computes, and why, and more; once nothing can be refused, before its first result."""
+    """Write to standard error in which type a model computes, and why, and more; once nothing can be refused, before
+    its first result."""
     tell("; ".join((f"computing in {precision.description}", *filter(None, more))))
 
 
@@ -73,8 +74,8 @@ def load_adapter(engine: "Engine", name: str, folder: str, *, typed: str | None 
 def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
     """File of answers that is written as they come; on a failure a line says where the finished answers are.
 
-    SIGTERM, with which torchrun, SLURM and Kubernetes end a process, and SIGHUP of a closed terminal are such failures in
-    here: SystemExit with 143 or 129.
+    SIGTERM, with which torchrun, SLURM and Kubernetes end a process, and SIGHUP of a closed terminal are such failures
+    in here: SystemExit with 143 or 129.
     """
     file: Growing | None = None
     with ended_by_exit():
@@ -88,9 +89,7 @@ def kept(path: Path, *, total: int, unit: str) -> Iterator[Growing]:
 
 
 @contextmanager
-def open_decoder(
-    options: Any, *, num_rows: int = 1, is_asked: bool = False
-) -> "Iterator[LoadedModel]":
+def open_decoder(options: Any, *, num_rows: int = 1, is_asked: bool = False) -> "Iterator[LoadedModel]":
     """Model that generates text, on the ranks that torchrun started or in this process; only rank 0 prints.
 
     Args:
@@ -113,9 +112,7 @@ def open_decoder(
                 count = getattr(getattr(options, "engine", None), "expert_slots", None)
                 # options that only an engine over ranks supports
                 adapter = getattr(options, "adapter", None)
-                is_engines = not is_alone and (
-                    found.is_quantized or count is not None or adapter is not None
-                )
+                is_engines = not is_alone and (found.is_quantized or count is not None or adapter is not None)
                 is_shared = is_engines or given.keys() - {"es_degree"}
                 timeout_s = found.config.parallel.timeout_s
                 shares = ParallelConfig(**{"timeout_s": timeout_s, **given}) if is_shared else None
@@ -126,9 +123,7 @@ def open_decoder(
                 elif is_asked:
                     timeout_s = _PATIENCE_S
                 ranks = stack.enter_context(
-                    open_ranks(
-                        device_type=device.type, timeout_s=timeout_s, on_host=shares is not None
-                    )
+                    open_ranks(device_type=device.type, timeout_s=timeout_s, on_host=shares is not None)
                 )
             place: dict[str, Any] = {
                 "ranks": ranks,
@@ -143,9 +138,7 @@ def open_decoder(
                 opened = open_model(found, es_degree=options.parallel.es_degree, **place)
             ranks.on_all(lambda: opened.decoder)  # raises for a family that generates no text
             if shares is None:
-                threads = threads_of_calls(
-                    opened.model, opened.precision, num_rows=num_rows, ranks=ranks
-                )
+                threads = threads_of_calls(opened.model, opened.precision, num_rows=num_rows, ranks=ranks)
                 stack.enter_context(threads)
         if ranks.is_leader:
             yield opened

@@ -1,4 +1,5 @@
-"""`--deepspeed ds.json`: what DeepSpeed's configuration says of a training, as options of ours; the rest is refused by name."""
+"""`--deepspeed ds.json`: what DeepSpeed's configuration says of a training, as options of ours; the rest is refused by
+name."""
 
 import json
 import logging
@@ -14,19 +15,19 @@ Options = dict[str, Any]
 _log = logging.getLogger("expertmesh.train")
 
 FOR_SPEED = {
-    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "disable_allgather"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "zero_allow_untested_optimizer"),  # noqa: E501
+    *("zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "disable_allgather"),  # noqa: E501
     *("communication_data_type", "aio", "checkpoint", "timers", "dataloader_drop_last"),
 }  # fmt: skip
 """Sections about speed, logs and files of DeepSpeed's own, without effect here."""
 ZERO_FOR_SPEED = {
-    *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients", "cpu_offload_use_pin_memory"),
-    *("elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module", "legacy_stage1", "load_from_fp32_weights"),
-    *("log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "override_module_apply", "parameter_alignment"),
+    *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients", "cpu_offload_use_pin_memory"),  # noqa: E501
+    *("elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module", "legacy_stage1", "load_from_fp32_weights"),  # noqa: E501
+    *("log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "override_module_apply", "parameter_alignment"),  # noqa: E501
     *("pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size"),
     *("use_multi_rank_bucket_allreduce", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
-    *("stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_allgather_sequential"),
-    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),
+    *("stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_allgather_sequential"),  # noqa: E501
+    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),  # noqa: E501
     *("stage3_use_all_reduce_for_fetch_params",),
 }  # fmt: skip
 """Options of `zero_optimization` about speed and files, without effect here."""
@@ -46,13 +47,9 @@ def read_deepspeed_file(path: str) -> Options:
         given = json.loads(expanded(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:160]
-        raise ConfigError(
-            f"--deepspeed {path}: cannot be read as JSON ({reason}); give DeepSpeed's file"
-        ) from None
+        raise ConfigError(f"--deepspeed {path}: cannot be read as JSON ({reason}); give DeepSpeed's file") from None
     if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"--deepspeed {path}: holds {shown(given)}, no object; give DeepSpeed's file"
-        )
+        raise ConfigError(f"--deepspeed {path}: holds {shown(given)}, no object; give DeepSpeed's file")
     try:
         return options_of_deepspeed(given, num_ranks=launched_rank()[1])
     except ConfigError as error:
@@ -78,10 +75,7 @@ def options_of_deepspeed(given: Mapping[str, Any], *, num_ranks: int) -> Options
         elif name not in FOR_SPEED and _is_on(value):
             _refuse(name, value, "leave it out")
     idle = sorted(FOR_SPEED & given.keys())
-    idle += [
-        f"zero_optimization.{name}"
-        for name in sorted(ZERO_FOR_SPEED & set(given.get("zero_optimization") or ()))
-    ]
+    idle += [f"zero_optimization.{name}" for name in sorted(ZERO_FOR_SPEED & set(given.get("zero_optimization") or ()))]
     if idle:
         _log.warning(Line(f"of DeepSpeed's options these have no effect here: {', '.join(idle)}"))
     return found | _batch(given, num_ranks)
@@ -140,7 +134,8 @@ def _batch(given: Mapping[str, Any], num_ranks: int) -> Options:
         passes = batch // (micro * num_ranks) if micro else 1
     if micro is not None and micro * passes * num_ranks != batch:
         raise ConfigError(
-            f"train_batch_size={batch}: is not train_micro_batch_size_per_gpu={micro} times gradient_accumulation_steps={passes} "
+            f"train_batch_size={batch}: is not train_micro_batch_size_per_gpu={micro} times "
+            f"gradient_accumulation_steps={passes} "
             f"times {num_ranks} ranks; correct one of them"
         )
     return {"train.batch_size": batch, "train.gradient_accumulation_steps": passes}
@@ -155,9 +150,7 @@ def _optimizer(section: Mapping[str, Any], _: int) -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
         if name == "betas":
             if not isinstance(value, list) or len(value) != 2:
-                raise ConfigError(
-                    f"optimizer.params.betas={shown(value)}: must be two numbers; correct it"
-                )
+                raise ConfigError(f"optimizer.params.betas={shown(value)}: must be two numbers; correct it")
             yield from zip(("optim.beta1", "optim.beta2"), value, strict=True)
         elif name in names:
             yield f"optim.{names[name]}", value
@@ -207,9 +200,7 @@ def _zero(section: Mapping[str, Any], num_ranks: int) -> Iterator[tuple[str, Any
         elif name == "cpu_offload":
             if value:
                 yield "parallel.offload", True
-        elif name not in {"stage"} | ZERO_FOR_SPEED and (
-            value is True or value not in (False, 1, -1)
-        ):
+        elif name not in {"stage"} | ZERO_FOR_SPEED and (value is True or value not in (False, 1, -1)):
             _refuse(f"zero_optimization.{name}", value, "leave it out")
 
 

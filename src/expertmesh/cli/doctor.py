@@ -70,17 +70,11 @@ BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 
 
 @dataclass(frozen=True)
 class Finding:
-    """Entry of the report.
+    """Entry of the report."""
 
-    Attributes:
-        name: subject.
-        mark: whether it works here; "" if not applicable.
-        detail: value, or reason for "no".
-    """
-
-    name: str
-    mark: Mark
-    detail: str
+    name: str  # subject
+    mark: Mark  # whether it works here; "" if not applicable
+    detail: str  # value, or reason for "no"
 
 
 class DoctorVerb(Operation):
@@ -108,10 +102,6 @@ def run(argv: list[str]) -> int:
     """Print the report and return 0, whatever is missing.
 
     Under torchrun rank 0 prints, with the binding of each rank.
-
-    Raises:
-        ConfigError: an option is unknown.
-        CollectiveError: a rank did not connect.
     """
     with once_per_host():
         options = parsed(DoctorVerb, argv)
@@ -155,11 +145,7 @@ def _write_cluster(path: str) -> int:
             print(f"cluster of {found.num_gpus} in {write_cluster(found, path)}")
             links = command(f"bench comm --cluster {path}")
             if world is not None:
-                print(
-                    Flags("doctor").spell(
-                        Text(f"its links are assumed: {links} under torchrun measures them")
-                    )
-                )
+                print(Flags("doctor").spell(Text(f"its links are assumed: {links} under torchrun measures them")))
     return 0
 
 
@@ -172,12 +158,7 @@ class ReportLine(NamedTuple):
 
 
 def lines(findings: Sequence[Finding], width: int) -> Iterator[ReportLine]:
-    """Lines of findings in three columns, or one below another if a word does not fit the last column.
-
-    Args:
-        findings: findings of a section.
-        width: columns of the terminal.
-    """
+    """Lines of findings in three columns, or one below another if a word does not fit the last column."""
     names = max([_NAMES, *(len(finding.name) + 3 for finding in findings)])
     details = names + 4
     longest = max(len(word) for finding in findings for word in [*finding.detail.split(), ""])
@@ -235,7 +216,8 @@ def processor() -> list[Finding]:
         Finding(
             "threads of torch",
             "",
-            f"{torch.get_num_threads()} ({users_threads() or 'without OMP_NUM_THREADS runs measure how many are fastest'};"
+            f"{torch.get_num_threads()} "
+            f"({users_threads() or 'without OMP_NUM_THREADS runs measure how many are fastest'};"
             " --parallel.num-threads sets it)",
         ),
         Finding("memory", "", _memory()),
@@ -276,16 +258,12 @@ def matrix_products() -> list[Finding]:
         Finding(
             "large FP32 products",
             "",
-            "oneDNN in our layers, because MKL would run AVX2 code here"
-            if by_onednn
-            else "as torch does them",
+            "oneDNN in our layers, because MKL would run AVX2 code here" if by_onednn else "as torch does them",
         )
     )
     for key, title in BF16_INSTRUCTIONS.items():
         has = bool(abilities.get(key, False))
-        findings.append(
-            Finding(title, "yes" if has else "no", "" if has else "not on this processor")
-        )
+        findings.append(Finding(title, "yes" if has else "no", "" if has else "not on this processor"))
     return findings
 
 
@@ -298,9 +276,7 @@ def devices() -> list[Finding]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = f"{properties.total_memory / 2**30:.0f} GiB"
-            detail = (
-                f"{properties.name}, {memory}, capability {properties.major}.{properties.minor}"
-            )
+            detail = f"{properties.name}, {memory}, capability {properties.major}.{properties.minor}"
             findings.append(Finding(f"cuda:{index}", "yes", detail))
         return findings
     if torch.version.cuda is None and torch.version.hip is None:
@@ -335,10 +311,7 @@ def backends() -> list[Finding]:
     """Backends of the operators."""
     from expertmesh.ops.backend import explain_backends
 
-    return [
-        Finding(report.name, "yes" if report.works else "no", report.why)
-        for report in explain_backends()
-    ]
+    return [Finding(report.name, "yes" if report.works else "no", report.why) for report in explain_backends()]
 
 
 def communication() -> list[Finding]:
@@ -405,7 +378,8 @@ def _gather_bindings() -> list[Binding]:
 
 
 def compiler() -> list[Finding]:
-    """Whether torch.compile works on the CPU, as the loops of large layers in training need; the test takes some seconds."""
+    """Whether torch.compile works on the CPU, as the loops of large layers in training need; the test takes some
+    seconds."""
     import torch
 
     from expertmesh.ops.cpu.compiled_loops import NO_COMPILER, example_values, make_loop
@@ -438,9 +412,7 @@ SECTIONS: dict[str, Callable[[], Sequence[Finding]]] = {
 
 
 def _cpu_name() -> str:
-    name = re.search(
-        r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), flags=re.MULTILINE
-    )
+    name = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), flags=re.MULTILINE)
     return f"{name.group(1) if name else platform.processor() or 'unknown'} ({platform.machine()})"
 
 

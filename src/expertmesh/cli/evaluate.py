@@ -58,9 +58,7 @@ def run(argv: list[str]) -> int:
         for task in options.tasks:
             check_task(expanded(task))
         if find_spec("lm_eval") is None:
-            raise ConfigError(
-                "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
-            )
+            raise ConfigError("evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets")
         opened = open_model(run, for_autocast=True, **place_of(options))
         model, tokenizer, precision = opened.decoder, opened.text.tokenizer, opened.precision
         say_precision(precision)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class ExpertsVerb(Operation):
-    """Prunes a run to the experts that its validation data use most (prune), or merges two runs of the same shape (join): experts are concatenated, all other weights averaged.
+    """Prunes a run to the experts that its validation data use most (prune), or merges two runs of the same shape
+    (join): experts are concatenated, all other weights averaged.
 
     examples:
       expertmesh experts prune runs/translate-multi30k --keep 4 --to runs/pruned
@@ -26,9 +27,7 @@ class ExpertsVerb(Operation):
 
     action: Annotated[Literal["prune", "join"], Word]
     """prune the experts of one run, or join the experts of two runs"""
-    runs: Annotated[
-        tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True, is_each=True)
-    ] = ()
+    runs: Annotated[tuple[str, ...], Spelling("RUN", also=("run", "run_dir"), is_word=True, is_each=True)] = ()
     """run directories: one to prune, two to join"""
     to: Folder
     """run directory to create"""
@@ -54,15 +53,7 @@ class ExpertsVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Create the run, print a description, and return 0.
-
-    Args:
-        argv: words after `experts`.
-
-    Raises:
-        ConfigError: a value breaks a rule, or the runs do not fit.
-        CheckpointError: a run has no usable checkpoint.
-    """
+    """Create the run, print a description, and return 0."""
     options = parsed(ExpertsVerb, argv)
     with ended_by_exit(), told_of_data(), loading():
         from expertmesh.training.regroup import join, prune

@@ -8,8 +8,8 @@ from expertmesh.config.plugins import Plugins
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of a family. `expertmesh --help` imports the module of this object, which therefore imports nothing else.
-    """
+    """A verb of a family. `expertmesh --help` imports the module of this object, which therefore imports nothing
+    else."""
 
     name: str  # word after `expertmesh`
     text: str  # its line of help

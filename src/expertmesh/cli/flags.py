@@ -1,4 +1,5 @@
-"""Words of `expertmesh train` and `sweep`: a recipe, the verb's own options, and every option of the recipe's `RunConfig`."""
+"""Words of `expertmesh train` and `sweep`: a recipe, the verb's own options, and every option of the recipe's
+`RunConfig`."""
 
 import difflib
 import inspect
@@ -39,7 +40,8 @@ class TrainVerb(Operation):
     refused: ClassVar[Mapping[str, str]] = {}
     """Options of training that the verb does not have, with the reason and the fix."""
     recipe: Annotated[str | None, Spelling("RECIPE"), Word] = None
-    """recipe, or folder of a model to fine-tune: a run, or one in transformers' format; expertmesh train RECIPE --help shows its values"""
+    """recipe, or folder of a model to fine-tune: a run, or one in transformers' format; expertmesh train RECIPE --help
+    shows its values"""
     dry_run: bool = False
     """print the resolved configuration, parameter counts and memory, without training"""
     verbose: bool = False
@@ -49,7 +51,8 @@ class TrainVerb(Operation):
     config: OptionsFile | None = None
     """YAML or JSON file with option values, such as a run's config.json; options on the command line take precedence"""
     deepspeed: InputFile | None = None
-    """DeepSpeed JSON config; keys without a counterpart are errors; --config and options on the command line take precedence"""
+    """DeepSpeed JSON config; keys without a counterpart are errors; --config and options on the command line take
+    precedence"""
 
 
 class ParsedRun(NamedTuple):

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from expertmesh.runs.open import LoadedModel
 
 _NO_TALK = (
-    "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
+    "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own "
+    "choice, it does "
     "not know how to answer"
 )
 _ROOM = 4
@@ -56,7 +57,8 @@ class GenerateVerb(OnDevice):
       expertmesh generate models/Qwen3-30B-A3B "import os"   # a Hugging Face folder
       expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run trained on conversations
       torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts sharded over 8 GPUs
-      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   # attention sharded as well
+      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   #
+      attention sharded as well
     """
 
     run: ModelFolder
@@ -77,9 +79,7 @@ class GenerateVerb(OnDevice):
     """do not prepend a BOS token (default: the tokenizer decides; runs trained by ExpertMesh prepend the EOS token)"""
     greedy: bool = False
     """greedy decoding: always the most likely token"""
-    sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(
-        **TEXT_DEFAULTS
-    )
+    sampling: Annotated[SamplingParams, Spelling(is_flat=True, hides=OF_OUTPUTS)] = SamplingParams(**TEXT_DEFAULTS)
     batch_size: Positive = 32
     """batch size in prompts"""
     adapter: Folder | None = None
@@ -93,9 +93,7 @@ class GenerateVerb(OnDevice):
         if not any(ways):
             raise ConfigError(_NO_PROMPT)
         if sum(ways) > 1:
-            raise ConfigError(
-                "prompts, --input and --interactive exclude one another; use one of them"
-            )
+            raise ConfigError("prompts, --input and --interactive exclude one another; use one of them")
         fix = "leave one of them out"
         self.require(
             self.output is None or not self.interactive,
@@ -146,24 +144,15 @@ class GenerateVerb(OnDevice):
 
 
 def run(argv: list[str]) -> int:
-    """Print, or write with --output, each prompt and its continuation; a single one is printed as a stream. Returns 0.
-
-    Args:
-        argv: words after `generate`.
-
-    Raises:
-        ConfigError: a value breaks a rule.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
-    """
+    """Print, or write with --output, each prompt and its continuation; a single one is printed as a stream. Returns
+    0."""
     with once_per_host():
         options = _parse(argv)
     prompts = prompts_of(options) if launched_rank()[0] == 0 else []
     num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:
         with told_of_data():
-            opened = stack.enter_context(
-                open_decoder(options, num_rows=num_rows, is_asked=options.interactive)
-            )
+            opened = stack.enter_context(open_decoder(options, num_rows=num_rows, is_asked=options.interactive))
         if opened.shared is None:
             _generate(options, opened.ranks.on_rank0(lambda: prompts), opened)
         else:
@@ -227,9 +216,7 @@ def _generate(
     from expertmesh.text.chat import latest_turns
 
     if isinstance(model, EncoderDecoder):
-        raise ConfigError(
-            f"run {options.run}: the model reads one text and writes another; use {command('translate')}"
-        )
+        raise ConfigError(f"run {options.run}: the model reads one text and writes another; use {command('translate')}")
 
     text = opened.text
     if options.chat and not text.can_chat:
@@ -299,9 +286,7 @@ def _generate(
                     pass
 
 
-def _encoder(
-    options: GenerateVerb, opened: "LoadedModel", params: SamplingParams
-) -> Callable[[Prompt], list[int]]:
+def _encoder(options: GenerateVerb, opened: "LoadedModel", params: SamplingParams) -> Callable[[Prompt], list[int]]:
     """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
     from expertmesh.engine.checks import check_prompts
     from expertmesh.engine.lockstep import check_context_room

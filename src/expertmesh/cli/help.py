@@ -23,9 +23,7 @@ def name_of(kind: type[BaseModel]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__.removesuffix("Verb")).lower()
 
 
-def help_of(
-    kind: type[BaseModel], options: Mapping[str, Option] | None = None, *, more: str = ""
-) -> str:
+def help_of(kind: type[BaseModel], options: Mapping[str, Option] | None = None, *, more: str = "") -> str:
     """Text of `expertmesh VERB --help`, wrapped to the terminal."""
     options = options_of(kind) if options is None else options
     about, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")

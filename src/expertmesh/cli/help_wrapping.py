@@ -77,9 +77,7 @@ def _command(command: str, indent: int, width: int) -> list[str]:
     above = textwrap.wrap(remark, width, initial_indent=head, subsequent_indent=head)
     lines = [" " * indent]
     parts = re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command)
-    if (
-        max(map(len, parts)) > width - indent - 6
-    ):  # long options: their values may be on separate lines
+    if max(map(len, parts)) > width - indent - 6:  # long options: their values may be on separate lines
         parts = re.findall(r'--\S+ (?!--)(?:"[^"]*"|\S+)|"[^"]*"|\S+', command)
     for part in parts:
         space = "" if lines[-1].isspace() else " "

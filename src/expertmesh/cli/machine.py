@@ -34,16 +34,15 @@ CALIBRATION: tuple[tuple[dict[str, Any], int, int], ...] = (
     (_WIDE | {"model.moe.num_experts": (), "model.ffn_hidden_dim": 1024}, 8, 128),
     (_WIDE | {"model.moe.num_experts": 8, "model.moe.hidden_dim": 512}, 8, 128),
 )
-"""Changes to gpt-moe-test with number and length of sequences; their step times calibrate launch and element-wise costs."""
+"""Changes to gpt-moe-test with number and length of sequences; their step times calibrate launch and element-wise
+costs."""
 CPU_BOUNDS = {
     "dense": (0.2, 1.2),
     "grouped": (0.1, 1.2),
     "element_bytes": (10.0, 3000.0),
     "host_s": (1e-5, 0.2),
 }
-CPU_USUAL = Efficiency(
-    dense=0.8, grouped=0.6, network=1.0, element_bytes=200.0, host_s=2e-3, hidden=0.3
-)
+CPU_USUAL = Efficiency(dense=0.8, grouped=0.6, network=1.0, element_bytes=200.0, host_s=2e-3, hidden=0.3)
 
 
 def measured_cluster(world: "World | None", nodes: list[int], name: str) -> Cluster:
@@ -194,7 +193,8 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
 
 
 def _step_s(config: Any, sequences: int, length: int, world: "World | None" = None) -> float:
-    """Median time of an FP32 AdamW step of a language model with `sequences` on this rank; sharded if a world is given."""
+    """Median time of an FP32 AdamW step of a language model with `sequences` on this rank; sharded if a world is
+    given."""
     import torch
 
     builder = find_family(config.family).open_task(config).builder
@@ -224,10 +224,9 @@ def spread_steps(cluster: Cluster, world: "World") -> list[Row]:
     return rows
 
 
-def spread_models(
-    cluster: Cluster, num_ranks: int
-) -> Iterator[tuple[RawStep, tuple[Any, int, int]]]:
-    """Calibration models for a number of ranks: raw costs of a step; configuration, sequences per rank and their length."""
+def spread_models(cluster: Cluster, num_ranks: int) -> Iterator[tuple[RawStep, tuple[Any, int, int]]]:
+    """Calibration models for a number of ranks: raw costs of a step; configuration, sequences per rank and their
+    length."""
     for changes, sequences, length in CALIBRATION:
         sizes = {
             "model.max_seq_len": length,

@@ -98,17 +98,12 @@ def program() -> NoReturn:
     """Run the command line and end the process."""
     wait_passively()
     code = main()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the exit code is final, and nothing is left to interrupt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit code is final, and nothing is left to interrupt
     leave(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
-
-    Args:
-        argv: words after the program's name; None: from sys.argv.
 
     Returns:
         0, 1, 2, 129, 130, 141 or 143, see the module's docstring. With `--debug` exceptions are not caught.
@@ -144,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_folder() -> None:
-    """Raise ConfigError if the current folder was deleted: MKL would end the process when torch is loaded, and relative paths fail."""
+    """Raise ConfigError if the current folder was deleted: MKL would end the process when torch is loaded, and relative
+    paths fail."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -154,13 +150,15 @@ def _check_folder() -> None:
 
 
 def _check_address_space(words: list[str]) -> None:
-    """Raise ConfigError if the process may not have the address space that torch is loaded into: libraries would end it without a word."""
+    """Raise ConfigError if the process may not have the address space that torch is loaded into: libraries would end it
+    without a word."""
     limit = address_limit()
     if words[0] in _WITHOUT_TORCH or not {"-h", "--help"}.isdisjoint(words):
         return
     if limit is not None and limit < _LEAST_ADDRESS_BYTES:
         raise ConfigError(
-            f"this process may have {limit / 1e6:,.0f} MB of address space, and PyTorch alone needs {_LEAST_ADDRESS_BYTES / 1e6:,.0f} MB;"
+            f"this process may have {limit / 1e6:,.0f} MB of address space, and PyTorch alone needs "
+            f"{_LEAST_ADDRESS_BYTES / 1e6:,.0f} MB;"
             " raise the limit (ulimit -v, or prlimit --as)"
         )
 
@@ -174,13 +172,9 @@ def address_limit() -> int | None:
 def _check_closed(words: list[str]) -> None:
     """Handle a closed standard output: a training continues with a warning, other verbs fail."""
     if not words or words[0] != "train":
-        raise ConfigError(
-            "standard output is closed: the answer has no place; open it, or send it to a file"
-        )
+        raise ConfigError("standard output is closed: the answer has no place; open it, or send it to a file")
     if launched_rank()[0] == 0:
-        tell(
-            "warning: standard output is closed; the run goes on without it, its numbers are in its metrics.jsonl"
-        )
+        tell("warning: standard output is closed; the run goes on without it, its numbers are in its metrics.jsonl")
 
 
 def _run(words: list[str]) -> int:
@@ -216,7 +210,8 @@ def _open_streams() -> bool:
 
 
 def _name_failures(stream: Any) -> None:
-    """Name standard output in errors of writing to it: unbuffered or long text fails in `print`, not in a later flush."""
+    """Name standard output in errors of writing to it: unbuffered or long text fails in `print`, not in a later
+    flush."""
 
     def naming_it(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
@@ -243,9 +238,7 @@ def _verb(name: str) -> Callable[[list[str]], int]:
     if name.startswith("-"):
         if near := difflib.get_close_matches(name, ("--help", "--version", "--debug"), n=1):
             raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
-        raise ConfigError(
-            f"{name}: the first word must be a verb; write it before the options: {', '.join(known)}"
-        )
+        raise ConfigError(f"{name}: the first word must be a verb; write it before the options: {', '.join(known)}")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")
@@ -282,9 +275,7 @@ def _report_error(error: Exception, verb: str) -> int:
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error, verb)) is not None:
         return _fail(needs, 1)
-    return _fail(
-        f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
-    )
+    return _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1)
 
 
 def _out_of_memory(error: Exception, verb: str) -> str | None:
@@ -304,9 +295,7 @@ def _out_of_memory(error: Exception, verb: str) -> str | None:
         error = MemoryError(text)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         if limit is not None:
-            fix = (
-                f"raise the limit of its address space, {limit / 1e6:,.0f} MB (ulimit -v), or {fix}"
-            )
+            fix = f"raise the limit of its address space, {limit / 1e6:,.0f} MB (ulimit -v), or {fix}"
         return f"this {'machine' if limit is None else 'process'} is out of memory; {fix}"
     return None
 

@@ -119,7 +119,8 @@ def options_of(
 
 
 def library_names(config: type[BaseModel]) -> Mapping[str, str]:
-    """Flag of each option by all names that the library has for it: dotted, without sections, and those it stands for."""
+    """Flag of each option by all names that the library has for it: dotted, without sections, and those it stands
+    for."""
     found: dict[str, str] = {}
     for option in options_of(config).values():
         is_flat = option.name != option.spelled

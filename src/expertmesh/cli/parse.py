@@ -74,9 +74,7 @@ def made(kind: type[_O], values: Mapping[str, Any]) -> _O:
         raise ConfigError(Flags(names=library_names(kind)).spell(error)) from None
 
 
-def values_in_file(
-    path: str, sections: Mapping[Any, Any], options: Mapping[str, Option], verb: str
-) -> dict[str, Any]:
+def values_in_file(path: str, sections: Mapping[Any, Any], options: Mapping[str, Option], verb: str) -> dict[str, Any]:
     """Values by dotted name from the contents of a file; texts are read as on the command line."""
     read = flat_values(sections, list(options), path, verb=verb)
     return {
@@ -106,9 +104,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def split_words(
-    argv: Sequence[str], options: Mapping[str, Option], *, verb: str, known: Collection[str] = ()
-) -> Split:
+def split_words(argv: Sequence[str], options: Mapping[str, Option], *, verb: str, known: Collection[str] = ()) -> Split:
     """Words of a verb taken apart.
 
     Args:
@@ -140,9 +136,7 @@ def split_words(
             is_open = len(split.words) < room
             ends = () if split.words else known
             is_several = option.is_list and not option.is_each and not has_texts
-            texts = _texts_after(
-                option, argv[place:cut], ends, is_open=is_open, is_several=is_several
-            )
+            texts = _texts_after(option, argv[place:cut], ends, is_open=is_open, is_several=is_several)
             place += len(texts)
         if option.is_bool and (negated or not texts):
             if negated and texts:
@@ -169,9 +163,7 @@ def _find(spelled: str, options: Mapping[str, Option], verb: str) -> tuple[Optio
             return positive, True
     inside = [known for known in options if known.startswith(f"{name}.")]
     if inside:
-        raise ConfigError(
-            f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
-        )
+        raise ConfigError(f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}")
     known = [name for name, option in options.items() if _has_flag(option)]
     near = _nearest(spelled, name, ["help", *known])
     hint = f"did you mean {near}?" if near else f"see {command(f'{verb} --help')}"
@@ -203,11 +195,7 @@ def _texts_after(
     """Words that belong to an option: one; for a list all; for a switch true, false or none."""
     following: list[str] = []
     for word in words:
-        if (
-            word.startswith("--")
-            or word == "-h"
-            or (word == "-" and (is_several or option.is_bool))
-        ):
+        if word.startswith("--") or word == "-h" or (word == "-" and (is_several or option.is_bool)):
             break
         if option.is_bool and is_open and word.lower() not in _FALSE_OR_TRUE:
             break
@@ -238,9 +226,7 @@ def _values_of_words(kind: type[Operation], split: Split) -> dict[str, Any]:
         if given and words and len(places) == 1:
             what = what_of(option)
             one, other = words[0], split.flags[option.spelled][1][0]
-            raise ConfigError(
-                f"two {what}s given, {one} and {other}; leave one out: {example_of(kind)}"
-            )
+            raise ConfigError(f"two {what}s given, {one} and {other}; leave one out: {example_of(kind)}")
         if not given and words and not option.is_list:
             found[option.name] = words.pop(0)
         elif option.is_list or (not given and option.field.is_required()):
@@ -248,9 +234,7 @@ def _values_of_words(kind: type[Operation], split: Split) -> dict[str, Any]:
                 f"no {what_of(option)} given; write one: {example_of(kind)} (see {command(f'{name_of(kind)} --help')})"
             )
     if words:
-        raise ConfigError(
-            f"unexpected word {shown(words[0])!r}; see {command(f'{name_of(kind)} --help')}"
-        )
+        raise ConfigError(f"unexpected word {shown(words[0])!r}; see {command(f'{name_of(kind)} --help')}")
     if is_run and len(places) > 1:
         _check_run(kind, split, found.get(places[0].name))
     return found
@@ -281,9 +265,7 @@ def what_of(option: Option) -> str:
 
 def example_of(kind: type[Operation]) -> str:
     """First example of a verb's help, as a command."""
-    examples = re.findall(
-        r"^ +(?:torchrun .*-m )?expertmesh (.+?)(?:  +#.*)?$", kind.__doc__ or "", re.MULTILINE
-    )
+    examples = re.findall(r"^ +(?:torchrun .*-m )?expertmesh (.+?)(?:  +#.*)?$", kind.__doc__ or "", re.MULTILINE)
     return command(examples[0] if examples else name_of(kind))
 
 
@@ -304,9 +286,7 @@ def listed(texts: Sequence[str]) -> list[str]:
     for text in texts:
         whole = (text, text.rpartition(":")[0], text.partition("=")[2]) if "," in text else ()
         is_one = any(os.path.exists(os.path.expanduser(name)) for name in whole)  # noqa: PTH110, PTH111
-        values += (
-            [text] if is_one else [value.strip() for value in text.split(",") if value.strip()]
-        )
+        values += [text] if is_one else [value.strip() for value in text.split(",") if value.strip()]
     return values
 
 
@@ -324,9 +304,7 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
     blank = next((text for text in texts if not text.replace(",", " ").strip()), None)
     if blank is not None:
         rule, fix = EMPTY
-        raise ConfigError(
-            f"{option.flag} {shown(blank)}: {rule}; {fix.replace(', or', ', or none, or')}"
-        )
+        raise ConfigError(f"{option.flag} {shown(blank)}: {rule}; {fix.replace(', or', ', or none, or')}")
     values = tuple(texts) if option.is_each else tuple(listed(texts))
     if [value.lower() for value in values] == ["none"]:
         return None if option.is_optional else ()

@@ -53,7 +53,8 @@ class PlanVerb(Operation):
     imbalance: float | None = None
     """load imbalance: maximum / mean number of tokens per rank (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
-    """format of optimizer states: ours (FP32), bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments or torchao_int4_moments; or the states of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
+    """format of optimizer states: ours (FP32), bf16_moments, int8_moments, fp16_scaled_moments, torchao_int8_moments or
+    torchao_int4_moments; or the states of fsdp2, megatron, deepspeed or fairseq (default: the recipe's, or ours)"""
     pp: int | None = None
     """number of pipeline stages, to model published runs; train has no pipeline (default: 1)"""
     vpp: int | None = None
@@ -69,7 +70,8 @@ class PlanVerb(Operation):
     precision: Literal["bfloat16", "float16", "float32", "float8"] | None = None
     """precision of matrix products; float8 models published runs, train does not have it (default: the recipe's)"""
     stack: Literal["2021", "eager", "graphs", "fused", "whole_graph"] | None = None
-    """software stack: frameworks of 2021, eager kernels as in train, partial CUDA graphs (graphs), fused operators (fused), or one CUDA graph per step (whole_graph) (default: eager)"""
+    """software stack: frameworks of 2021, eager kernels as in train, partial CUDA graphs (graphs), fused operators
+    (fused), or one CUDA graph per step (whole_graph) (default: eager)"""
     finetune: Literal["lora", "full"] | None = None
     """plan fine-tuning of a model folder: all weights (full), or low-rank adapters on frozen weights (lora)"""
     rank: int | None = None
@@ -101,43 +103,33 @@ class PlanVerb(Operation):
     token_ms: float | None = None
     """maximum time per output token in milliseconds; the batch size with the highest throughput within it is chosen"""
     weights: Annotated[str | None, Spelling("FORMATS")] = None
-    """weight formats: float32, bfloat16, fp8, int8, int4, mxfp4 or nvfp4, also by part (experts=mxfp4,attention=fp8,dense=fp8,embedding=bfloat16) (default: as in the files)"""
+    """weight formats: float32, bfloat16, fp8, int8, int4, mxfp4 or nvfp4, also by part
+    (experts=mxfp4,attention=fp8,dense=fp8,embedding=bfloat16) (default: as in the files)"""
     cache: Literal["bfloat16", "fp8", "float32"] | None = None
     """key-value cache format (default: bfloat16)"""
     graphs: bool = False
     """plan decoding with CUDA graphs, as serve does on one GPU, with their memory, instead of eager kernels"""
     expert_slots: int | None = None
-    """number of experts per layer kept on each device; others are loaded from host memory or disk on demand (default: all)"""
+    """number of experts per layer kept on each device; others are loaded from host memory or disk on demand (default:
+    all)"""
     num_redundant_experts: int | None = None
-    """number of redundant expert copies per layer (EPLB), for example if devices do not divide the experts evenly (default: 0)"""
+    """number of redundant expert copies per layer (EPLB), for example if devices do not divide the experts evenly
+    (default: 0)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_dump(
-            exclude={"model", "cluster", "serve", "json_", "set_"}, exclude_none=True
-        )
+        given = self.model_dump(exclude={"model", "cluster", "serve", "json_", "set_"}, exclude_none=True)
         given = {name: value for name, value in given.items() if value is not False}
         for name in given:
             is_of_generation = name in _OF_GENERATION
             rule = "is an option of inference" if is_of_generation else "is an option of training"
-            fix = (
-                "add --serve, or leave it out"
-                if is_of_generation
-                else "leave it out, or leave --serve out"
-            )
+            fix = "add --serve, or leave it out" if is_of_generation else "leave it out, or leave --serve out"
             self.require(is_of_generation == self.serve, name, rule, fix)
         return self
 
 
 def run(argv: list[str]) -> int:
-    """Run the verb; returns 0.
-
-    Args:
-        argv: words after `plan`.
-
-    Raises:
-        ConfigError: a word breaks a rule, or the model does not fit the cluster.
-    """
+    """Run the verb; returns 0."""
     for word, program in _MOVED.items():
         if word in argv:
             raise ConfigError(f"{word}: is no option of this verb; run {program} in a clone")

@@ -44,7 +44,8 @@ class Flags:
         self._own = _names_of(verb) if names is None else names
 
     def option(self, name: str, value: str | None) -> str:
-        """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its section."""
+        """Spelling of an option, such as `--train.steps 20`. A degree without a section, as in functions, gets its
+        section."""
         from expertmesh.config.run import ParallelConfig
 
         name = name.partition("[")[0]

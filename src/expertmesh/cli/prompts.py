@@ -40,7 +40,8 @@ def variables_of(typed: str | None) -> dict[str, Any]:
     lead = f"--chat-template-kwargs {shown(typed)}"
     if not isinstance(found, dict) or not is_unicode(found):
         raise ConfigError(
-            f"{lead}: must be a JSON object of the template's variables; write one such as '{{\"enable_thinking\": false}}'"
+            f"{lead}: must be a JSON object of the template's variables; write one such as '{{\"enable_thinking\": "
+            f"false}}'"
         )
     if wrong := [name for name in RESERVED_VARIABLES if name in found]:
         raise ConfigError(f"{lead}: may not have {wrong[0]}; leave it out")
@@ -88,12 +89,11 @@ def _asked_by(json_text: str, where: str) -> Asked:
         value = parse_json(json_text)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
-    name, asked = (
-        next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", "")
-    )
+    name, asked = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", "")
     if not (name == "messages" and asked) and not (name == "prompt" and isinstance(asked, str)):
         raise ConfigError(
-            f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and nothing '
+            f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and '
+            "nothing "
             "else; correct it"
         )
     if name == "messages":
@@ -137,9 +137,7 @@ def _read(options: Any) -> list[Prompt]:
     except NotTextError as error:
         raise ConfigError(f"--input {path}: {error}{remedy(error, '')}") from None
     except UnicodeError:
-        raise ConfigError(
-            "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
-        ) from None
+        raise ConfigError("prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8") from None
     numbers = [f"prompt {number}" if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
     for text, number in zip(texts, numbers, strict=True):
         if not text:
@@ -173,9 +171,7 @@ def asked_by_hand() -> Iterator[str]:
             return
         try:
             if isinstance(line, bytes):
-                is_marked = (
-                    encoding_of(line)[0] != "utf-8"
-                )  # a file in another encoding is read whole
+                is_marked = encoding_of(line)[0] != "utf-8"  # a file in another encoding is read whole
                 text = _text_of(line + sys.stdin.buffer.read() if is_marked else line)
             else:
                 text = line

@@ -9,7 +9,8 @@ from expertmesh.config.fields import Folder, InputFile, ModelFolder, Operation, 
 
 
 class QuantizeVerb(Operation):
-    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder. expertmesh generate and serve read it; vLLM too, if the architecture is Hugging Face's.
+    """Quantizes experts to 8 or 4 bits with MSE-optimal scales, and writes a compressed-tensors folder. expertmesh
+    generate and serve read it; vLLM too, if the architecture is Hugging Face's.
 
     examples:
       expertmesh quantize runs/gpt-moe-demo --to models/demo-int8 --format int8
@@ -34,15 +35,7 @@ class QuantizeVerb(Operation):
 
 
 def run(argv: list[str]) -> int:
-    """Quantize, print a summary, and return 0.
-
-    Args:
-        argv: words after `quantize`.
-
-    Raises:
-        ConfigError: a path breaks a rule, an option has no effect, or a size of the model does not fit the format.
-        CheckpointError: the source is damaged.
-    """
+    """Quantize, print a summary, and return 0."""
     options = parsed(QuantizeVerb, argv)
     import torch
 

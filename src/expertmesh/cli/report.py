@@ -1,4 +1,5 @@
-"""`expertmesh report RUN`: learning curve of a run, its metric against a baseline, and samples of models that generate text."""
+"""`expertmesh report RUN`: learning curve of a run, its metric against a baseline, and samples of models that generate
+text."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,7 +79,8 @@ class _Runs:
 
 
 class ReportVerb(OnDevice):
-    """Summarizes a run: learning curve, evaluation against a baseline (texts: byte trigrams; images: nearest neighbours), and samples.
+    """Summarizes a run: learning curve, evaluation against a baseline (texts: byte trigrams; images: nearest
+    neighbours), and samples.
 
     examples:
       expertmesh report runs/gpt-moe-demo
@@ -126,9 +128,7 @@ def run(argv: list[str]) -> int:
                 options.data.path,
                 keeps_models=len(options.run) == 1,
             )
-            told = _write_page(
-                options, runs
-            )  # first: runs without a checkpoint have a page as well
+            told = _write_page(options, runs)  # first: runs without a checkpoint have a page as well
         print(told)
         return max([_report(options, runs, run) for run in options.run])
 
@@ -180,9 +180,7 @@ def _report(options: ReportVerb, runs: _Runs, run: str) -> int:
     if family.generates_text:
         corpus: Corpus | None = getattr(data, "corpus", None)
         room = opened.decoder.max_seq_len // 2
-        own = [
-            shortened(p, opened.text.tokenizer, room) for p in prompts_of(corpus, options.samples)
-        ]
+        own = [shortened(p, opened.text.tokenizer, room) for p in prompts_of(corpus, options.samples)]
         with (
             threads_of_calls(opened.model, opened.precision, num_rows=max(options.samples, 1)),
             opened.precision.autocast(),
@@ -298,9 +296,7 @@ def curve_table(metrics: list[dict[str, Any]], family: Family) -> str:
         key = f"eval_{metric.key}"
         lines.append(
             f"{m['step']:>8,} {_count(m, items):>12} {_number(m['loss']):>8} {_number(m[key]) if key in m else '':>10}"
-            f" {_count(m, f'{items}_per_second'):>9}"
-            + f" {_number(m.get('load_imbalance'), 2):>9}"
-            * has_experts
+            f" {_count(m, f'{items}_per_second'):>9}" + f" {_number(m.get('load_imbalance'), 2):>9}" * has_experts
         )
     if skipped := metrics[-1].get("skipped_steps"):
         lines.append(f"{skipped:,} steps were skipped: a loss or gradient was not finite")

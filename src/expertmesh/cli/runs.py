@@ -28,7 +28,8 @@ class RunsVerb(Operation):
     folder: Annotated[str, Spelling("DIR", also=("run", "run_dir"), is_word=True)]
     """folder that contains the runs"""
     keep: Positive | None = None
-    """number of newest checkpoints to keep per run, besides the best and multiples of --train.keep-every; others are removed (default: all are kept)"""
+    """number of newest checkpoints to keep per run, besides the best and multiples of --train.keep-every; others are
+    removed (default: all are kept)"""
 
 
 def run(argv: list[str]) -> int:

@@ -33,7 +33,8 @@ _ROWS = 8
 """Sequences at a time for which the number of threads is chosen."""
 MOST_KEY_BYTES = 2**20
 _SWITCH_S = 0.001
-"""Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every event)."""
+"""Interval after which the engine's thread yields to the event loop (Python's default of 5 ms would delay every
+event)."""
 
 
 class ServeVerb(Operation):
@@ -45,7 +46,8 @@ class ServeVerb(Operation):
       expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
       expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems   # then "model": "poems"
       torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
-      curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens": 20}'
+      curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens":
+      20}'
     """
 
     run: ModelFolder
@@ -63,9 +65,7 @@ def run(argv: list[str]) -> int:
         check_several(given)
         parallel = ParallelConfig(**given) if launched_rank()[1] > 1 else None
         if any(find_spec(name) is None for name in _NEEDED):
-            raise ConfigError(
-                "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
-            )
+            raise ConfigError("serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'")
         from expertmesh.text.answer_formats import format_of
 
         format_of("calls", "", server.tool_call_parser)
@@ -75,9 +75,7 @@ def run(argv: list[str]) -> int:
         assert parallel is not None
         return _follow(options.run, engine_config, parallel)
     logging.raiseExceptions = False  # a full disk for the log must not end the server
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     name = server.model_name or Path(expanded(options.run)).resolve().name
     if name in server.adapters:
@@ -92,9 +90,7 @@ def run(argv: list[str]) -> int:
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
-        place = bind(
-            server
-        )  # before the weights are read, so that a taken port is reported at once
+        place = bind(server)  # before the weights are read, so that a taken port is reported at once
         stack = ExitStack()
         try:
             engine = stack.enter_context(_open_engine(options.run, engine_config, parallel))
@@ -107,9 +103,7 @@ def run(argv: list[str]) -> int:
             place.close()
             raise
     sys.setswitchinterval(_SWITCH_S)
-    app = ServerApp(
-        engine, server, model_name=name, keys=keys, version=__version__, num_threads=num_threads
-    )
+    app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__, num_threads=num_threads)
 
     with stack:
         told = partial(say_address, name, can_chat=app.reader.text.can_chat)
@@ -120,9 +114,7 @@ def run(argv: list[str]) -> int:
 
 
 @contextmanager
-def _open_engine(
-    run: str, config: EngineConfig, parallel: ParallelConfig | None
-) -> "Iterator[Engine]":
+def _open_engine(run: str, config: EngineConfig, parallel: ParallelConfig | None) -> "Iterator[Engine]":
     """Engine of this process, or this rank's part of it."""
     from expertmesh.engine.engine import Engine
     from expertmesh.parallel.huge_pages import in_huge_pages
@@ -176,7 +168,8 @@ def say_address(name: str, address: str, *, can_chat: bool = True) -> None:
 
 
 def num_threads_of(engine: "Engine") -> int | None:
-    """Number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of ours."""
+    """Number of CPU threads for the steps of an engine of this process; None: torch's, on a GPU and without weights of
+    ours."""
     import torch
 
     from expertmesh.runs.precision import plain_precision

@@ -40,8 +40,8 @@ _LONGEST = 2048
 
 
 def _with_length(parsed: ParsedRun) -> RunConfig:
-    """Configuration of a fine-tune with sequences as long as its model takes, up to a limit, unless a length is given.
-    """
+    """Configuration of a fine-tune with sequences as long as its model takes, up to a limit, unless a length is
+    given."""
     config, name = parsed.config, "data.seq_len"
     begin = config.train.init_from
     if begin is None or parsed.recipe != begin:

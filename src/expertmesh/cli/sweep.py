@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class SweepVerb(TrainVerb):
-    """Trains the recipe once for each learning rate, in --train.run-dir/lr-RATE, and prints the rate of the best validation metric; a rerun resumes. All options of train but --optim.lr, --train.resume and --dry-run.
+    """Trains the recipe once for each learning rate, in --train.run-dir/lr-RATE, and prints the rate of the best
+    validation metric; a rerun resumes. All options of train but --optim.lr, --train.resume and --dry-run.
 
     examples:
       expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3
@@ -46,22 +47,14 @@ def run(argv: list[str]) -> int:
         if name in parsed.from_words or (name == "dry_run" and parsed.dry_run):
             raise ConfigError(f"{flag_name(name)}: {fix}")
     if launched_rank()[1] > 1:
-        raise ConfigError(
-            "sweep under torchrun: it starts one run after the other; use one process"
-        )
-    if (
-        "optim.lr" in parsed.from_file
-    ):  # a run's config.json has all options, so this is not an error
-        tell(
-            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is ignored: --rates sets the learning rates"
-        )
+        raise ConfigError("sweep under torchrun: it starts one run after the other; use one process")
+    if "optim.lr" in parsed.from_file:  # a run's config.json has all options, so this is not an error
+        tell(f"note: --optim.lr {parsed.config.optim.lr!r} of --config is ignored: --rates sets the learning rates")
     with ready_to_train(parsed.config, verbose=parsed.options.verbose):
         from expertmesh.training.stop import NOBODY_READS
         from expertmesh.training.sweep import best_rate, sweep
 
-        found = sweep(
-            parsed.config, parsed.options.rates, recipe=parsed.recipe, family=parsed.family
-        )
+        found = sweep(parsed.config, parsed.options.rates, recipe=parsed.recipe, family=parsed.family)
     stopped = None if found[-1].stopped_by is None else signal.Signals[found[-1].stopped_by]
     if stopped in NOBODY_READS:
         silence_output()
@@ -82,11 +75,7 @@ def table(runs: Sequence["SweptRate"], family: Family) -> str:
     lines = [f"{'rate':>10} {'loss':>10} {family.metric.short:>12} {'steps':>8} {'seconds':>9}"]
     for one in runs:
         missing = "diverged" if one.stopped_by is None else "-"
-        loss, metric = (
-            missing if value is None else f"{value:.4f}" for value in (one.loss, one.metric)
-        )
+        loss, metric = (missing if value is None else f"{value:.4f}" for value in (one.loss, one.metric))
         ended = "" if one.stopped_by is None else f"  stopped by {one.stopped_by}"
-        lines.append(
-            f"{one.lr!r:>10} {loss:>10} {metric:>12} {one.steps:>8,} {one.seconds:>9,.1f}{ended}"
-        )
+        lines.append(f"{one.lr!r:>10} {loss:>10} {metric:>12} {one.steps:>8,} {one.seconds:>9,.1f}{ended}")
     return "\n".join(lines)

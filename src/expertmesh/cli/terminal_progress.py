@@ -108,17 +108,13 @@ def _interrupts_heard() -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    thread = threading.Thread(
-        target=_answer, args=(read_end, signal.getsignal(signal.SIGINT)), daemon=True
-    )
+    thread = threading.Thread(target=_answer, args=(read_end, signal.getsignal(signal.SIGINT)), daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.write(
-            write_end, _THE_END
-        )  # closing the pipe is not enough: a forked process may hold it
+        os.write(write_end, _THE_END)  # closing the pipe is not enough: a forked process may hold it
         thread.join()
         os.close(write_end)
         os.close(read_end)
@@ -139,5 +135,6 @@ def _answer(read_end: int, usual: object) -> None:
 
 
 def silence_output() -> None:
-    """Redirect standard output to the null device: otherwise Python flushes it at exit, and prints a traceback of the same error."""
+    """Redirect standard output to the null device: otherwise Python flushes it at exit, and prints a traceback of the
+    same error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,8 @@ from expertmesh.config.launched import (
 from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 _PATIENCE_S = 30.0
-"""Seconds that a rank which stops because of another waits for that rank's message; torchrun ends all ranks at the first exit."""
+"""Seconds that a rank which stops because of another waits for that rank's message; torchrun ends all ranks at the
+first exit."""
 
 _LINGER_S = 10.0
 """Seconds that a rank waits after it has reported that another rank was lost."""
@@ -60,7 +61,8 @@ def another_speaks() -> bool:
 
 
 def linger() -> None:
-    """Wait a little for the rank that caused the failure, before this rank's exit ends it. Call it after this rank has reported."""
+    """Wait a little for the rank that caused the failure, before this rank's exit ends it. Call it after this rank has
+    reported."""
     if launcher_error_file() is not None:
         _hears_another(_LINGER_S)
 

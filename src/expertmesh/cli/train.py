@@ -20,8 +20,8 @@ def run(argv: list[str]) -> int:
     """Run the verb.
 
     Returns:
-        0, or 128 + N when signal N stopped the run after a clean save: 129 a closed terminal, 130 Ctrl-C, 141 a dead pipe,
-        143 SIGTERM.
+        0, or 128 + N when signal N stopped the run after a clean save: 129 a closed terminal, 130 Ctrl-C, 141 a dead
+        pipe, 143 SIGTERM.
     """
     parsed = parse_and_begin(argv, TrainVerb)
     if parsed.dry_run:
@@ -36,9 +36,7 @@ def run(argv: list[str]) -> int:
         from expertmesh.training.loop import train
         from expertmesh.training.stop import NOBODY_READS
 
-        result = train(
-            parsed.config, recipe=parsed.recipe, family=parsed.family, sampler=training_samples
-        )
+        result = train(parsed.config, recipe=parsed.recipe, family=parsed.family, sampler=training_samples)
     if result.stopped_by in NOBODY_READS:
         silence_output()
     elif result.is_leader:
@@ -47,7 +45,8 @@ def run(argv: list[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """Print the summary of a finished run, on standard error if standard output fails; the run's files have the numbers."""
+    """Print the summary of a finished run, on standard error if standard output fails; the run's files have the
+    numbers."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -84,19 +83,18 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
         item = family.items.removesuffix("s")
         lines += [
             f"parameters  {costs.parameters:,} in all, {costs.active:,} active per {item}",
-            f"training    {_length(config, costs.num_items, family)}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
+            (
+                f"training    {_length(config, costs.num_items, family)}, {costs.flops_per_item / 1e9:,.3f} GFLOP per "
+                f"{item}"
+            ),
             f"memory      {memory_text(costs.memory, num_ranks, on_gpu=on_gpu)}",
         ]
     if costs is not None and costs.adapters:
         lines.append(f"adapters    {costs.adapters}")
-    taught = teacher_bytes(
-        config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype
-    )
+    taught = teacher_bytes(config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype)
     if taught:
         lines.append(f"teacher     {bytes_text(taught)} of weights on each rank, beside these")
-    return "\n".join(
-        [*lines, "configuration", json.dumps(config.model_dump(mode="json"), indent=2)]
-    )
+    return "\n".join([*lines, "configuration", json.dumps(config.model_dump(mode="json"), indent=2)])
 
 
 def _length(config: RunConfig, num_items: int, family: Family) -> str:

@@ -12,7 +12,8 @@ from expertmesh.errors import named
 
 Kind = Literal["none", "lora"]
 LEARNING_RATE = 2e-4
-"""Learning rate of adapters where none is given: about ten times the rate of all weights ("LoRA Without Regret", 2025)."""
+"""Learning rate of adapters where none is given: about ten times the rate of all weights ("LoRA Without Regret",
+2025)."""
 
 
 class AdapterConfig(Config):
@@ -29,7 +30,8 @@ class AdapterConfig(Config):
     rslora: bool = False
     """Whether adapters are scaled by alpha / sqrt(rank) (rsLoRA)."""
     expert_rank: int | None = Field(default=None, gt=0)
-    """Rank of the adapters of routed experts; none: rank / top_k, at least 1, which gives a token the same active rank as in dense layers."""
+    """Rank of the adapters of routed experts; none: rank / top_k, at least 1, which gives a token the same active rank
+    as in dense layers."""
     dropout: float = Field(default=0.0, ge=0, le=0.99)
     """Dropout probability on the inputs of adapters in training; not with experts among the targets."""
     targets: Annotated[tuple[str, ...], Spelling("NAME")] = (
@@ -38,7 +40,8 @@ class AdapterConfig(Config):
         "shared",
         "experts",
     )
-    """Matrices with adapters: attention, dense, shared, experts, head; or module names, such as o_proj or mlp.experts.down_proj."""
+    """Matrices with adapters: attention, dense, shared, experts, head; or module names, such as o_proj or
+    mlp.experts.down_proj."""
     shared: bool = False
     """Whether all experts of a layer share one adapter."""
     learn_routers: bool = False

@@ -94,7 +94,8 @@ _reset: ContextVar[list[str] | None] = ContextVar("_reset", default=None)
 
 @contextmanager
 def saved_run() -> Iterator[list[str]]:
-    """Context for validating the configuration of an existing run: options without effect get their defaults, and are listed."""
+    """Context for validating the configuration of an existing run: options without effect get their defaults, and are
+    listed."""
     names: list[str] = []
     token = _reset.set(names)
     try:
@@ -148,7 +149,8 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_python_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        """Turns paths into texts, one value of several into a list, None into an empty tuple, and the text of a number into a choice."""
+        """Turns paths into texts, one value of several into a list, None into an empty tuple, and the text of a number
+        into a choice."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         arms, is_several = get_args(annotation), get_origin(annotation) is tuple
         is_list = isinstance(value, list | tuple)
@@ -175,7 +177,8 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        """Refuses whole numbers beyond int64 (they become sizes and seeds of tensors), empty texts, and those that UTF-8 cannot hold."""
+        """Refuses whole numbers beyond int64 (they become sizes and seeds of tensors), empty texts, and those that
+        UTF-8 cannot hold."""
         for name in type(self).model_fields:
             value, usual = getattr(self, name), type(self).model_fields[name].default
             for one in _listed(value):
@@ -237,7 +240,8 @@ class Config(BaseModel):
             self.require(is_once, name, "names something twice", "name it once")
 
     def refuse_idle(self, name: str, rule: str, fix: str) -> None:
-        """Refuses another value than the default for an option without effect; for validators. Inside `saved_run` it is reset.
+        """Refuses another value than the default for an option without effect; for validators. Inside `saved_run` it is
+        reset.
 
         Raises:
             FieldError: the option has another value.
@@ -254,11 +258,12 @@ class Config(BaseModel):
         """A validated copy with some values replaced.
 
         Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one that is
-                given as a mapping, what is not named stays. A whole configuration takes a section's place.
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one
+                that is given as a mapping, what is not named stays. A whole configuration takes a section's place.
 
         Raises:
-            ConfigError: A name is unknown, an option is given by its former and its current name, or a value breaks a rule.
+            ConfigError: A name is unknown, an option is given by its former and its current name, or a value breaks a
+                rule.
         """
         values = self.model_dump()
         for name, value in with_current_names(flat_changes(self, changes)).items():
@@ -299,7 +304,8 @@ def option_names(config_type: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def nearest_name(name: str, names: list[str]) -> str | None:
-    """The known name closest to a mistyped one: what others call so, or by its last part, so that a wrong section is found too."""
+    """The known name closest to a mistyped one: what others call so, or by its last part, so that a wrong section is
+    found too."""
     if (ours := PEER_OPTIONS.get(name.rsplit(".", 1)[-1])) in names:
         return ours
     leaves = {known.rsplit(".", 1)[-1]: known for known in reversed(names)}
@@ -320,9 +326,7 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigE
     if isinstance(cause, ConfigError):
         return cause
     if found["type"] in ("json_invalid", "json_type"):
-        return FieldError(
-            "configuration", found["input"], found["msg"], "restore the file from a copy"
-        )
+        return FieldError("configuration", found["input"], found["msg"], "restore the file from a copy")
     location, value = found["loc"], found["input"]
     if found["type"] == "extra_forbidden":
         prefix = "".join(f"{part}." for part in location[:-1])
@@ -339,14 +343,9 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> ConfigE
         return FieldError(names, value, rule, _other_value(config_type, names))
     if found["type"] == "missing":
         return FieldError(location, None, "must be given", "give one")
-    while (
-        isinstance(location[-1], str)
-        and location[-1] not in _holder(config_type, location).model_fields
-    ):
+    while isinstance(location[-1], str) and location[-1] not in _holder(config_type, location).model_fields:
         location = location[:-1]  # a member of the field's union type, not a name of an option
-    rule, fix = _rule_and_fix(
-        found, _other_value(config_type, location), _limits(config_type, location)
-    )
+    rule, fix = _rule_and_fix(found, _other_value(config_type, location), _limits(config_type, location))
     return FieldError(location, value, rule, fix)
 
 
@@ -444,9 +443,7 @@ def _limits(config_type: type[BaseModel], location: Location) -> dict[str, Any]:
     return {} if "Lt" in found else limits
 
 
-def _rule_and_fix(
-    found: ErrorDetails, other_value: str, of_field: dict[str, Any]
-) -> tuple[str, str]:
+def _rule_and_fix(found: ErrorDetails, other_value: str, of_field: dict[str, Any]) -> tuple[str, str]:
     """Our words for pydantic's error types; anything else keeps pydantic's own sentence."""
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":

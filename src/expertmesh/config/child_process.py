@@ -1,7 +1,7 @@
 """Child processes of this package, for work whose time and memory are bounded: each answers one request at a time.
 
-A request and its answer are bytes. The process starts with the first request and ends with its owner. One that was ended,
-by a limit or because its request was interrupted, is started again for the next request.
+A request and its answer are bytes. The process starts with the first request and ends with its owner. One that was
+ended, by a limit or because its request was interrupted, is started again for the next request.
 """
 
 import atexit
@@ -32,8 +32,8 @@ class ChildEndedError(Exception):
 
 
 class ChildProcess:
-    """A process that runs a module, whose body calls `answer_requests`. Thread-safe; a fork has a process of its own.
-    """
+    """A process that runs a module, whose body calls `answer_requests`. Thread-safe; a fork has a process of its
+    own."""
 
     def __init__(self, module: str, what: str) -> None:
         self._module, self._what, self._lock = module, what, Lock()

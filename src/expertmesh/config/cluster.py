@@ -1,4 +1,5 @@
-"""Cluster description: speed and memory of its devices and links. Numbers of known devices are in costs/hardware.toml."""
+"""Cluster description: speed and memory of its devices and links. Numbers of known devices are in
+costs/hardware.toml."""
 
 from typing import Annotated, Literal, Self
 
@@ -41,7 +42,8 @@ class HostLink(Config):
     disk_gb_per_s: float = Field(default=3.0, gt=0)
     """Bandwidth of reading from the host's disk, per device, in 1e9 bytes."""
     adam_parameters_per_s: float = Field(default=1.6e8, gt=0)
-    """Parameters that one rank's share of the host's cores updates in a second (docs/planner.md: 1.1 to 1.4e9 per node of 8)."""
+    """Parameters that one rank's share of the host's cores updates in a second (docs/planner.md: 1.1 to 1.4e9 per node
+    of 8)."""
 
 
 class Device(Config):
@@ -64,7 +66,8 @@ class Device(Config):
     read_share: float = Field(default=0.8, gt=0, le=1)
     """Share of the memory's bandwidth that products of few tokens reach when they read their weights."""
     rows_of_a_part: float = Field(default=128.0, ge=0)
-    """Rows by which each expert's count is raised in the estimated time of its products: for partly full tiles, and for its weights."""
+    """Rows by which each expert's count is raised in the estimated time of its products: for partly full tiles, and for
+    its weights."""
     usd_per_hour: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Lowest and highest price of one device for an hour; none: unknown."""
     sources: tuple[str, ...] = ()
@@ -97,7 +100,8 @@ class Device(Config):
 
 
 class Software(Config):
-    """Measured efficiency of software on a cluster; for an option that is none, the value fitted on published rows counts."""
+    """Measured efficiency of software on a cluster; for an option that is none, the value fitted on published rows
+    counts."""
 
     dense: float | None = Field(default=None, gt=0, le=2)
     """Share of the peak that large dense products reach."""

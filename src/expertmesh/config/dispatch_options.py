@@ -16,8 +16,8 @@ class DispatchOptions:
     Attributes:
         route_degree: number of processes that a token may travel over; the rest of the weights is gathered.
         overlap_degree: number of parts that the tokens travel in, each while the experts compute on another.
-        all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to each
-            node; "auto": what the cost model says is faster.
+        all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to
+            each node; "auto": what the cost model says is faster.
         replicated_experts: number of hot experts whose weights come to the tokens, which stay.
 
     Example:

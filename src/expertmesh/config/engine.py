@@ -75,9 +75,11 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether decoding steps are captured as CUDA graphs (GPU), or compiled in the background with bitwise equal results (CPU); none: where supported on a GPU, for large models on a CPU."""
+    """Whether decoding steps are captured as CUDA graphs (GPU), or compiled in the background with bitwise equal
+    results (CPU); none: where supported on a GPU, for large models on a CPU."""
     expert_fetch_ahead: bool | None = None
-    """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except on a CPU."""
+    """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except
+    on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

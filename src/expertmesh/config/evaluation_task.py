@@ -21,9 +21,7 @@ def check_task(path: Path) -> None:
         names = {key: getattr(value, "value", None) for key, value in node.items()}
         files = yaml.serialize(node["dataset_kwargs"]) if "dataset_kwargs" in node else ""
     except (yaml.YAMLError, UnicodeError, AttributeError, TypeError, ValueError):
-        raise ConfigError(
-            "tasks", path, "is no YAML mapping", "give a task of lm-evaluation-harness"
-        ) from None
+        raise ConfigError("tasks", path, "is no YAML mapping", "give a task of lm-evaluation-harness") from None
     source = names.get("dataset_path")
     if "task" not in names or (source is None and "custom_dataset" not in names):
         raise ConfigError(

@@ -65,7 +65,8 @@ Flat = Spelling(is_flat=True)
 Each = Spelling(is_each=True)
 """Mark of a list whose option stands before each value."""
 ModelFolder = Annotated[str, Spelling("RUN", also=("run", "run_dir"), is_word=True)]
-"""Folder of a run, or of a model as the hub has it. `--run-dir` is for torchrun, which takes `--run` for its own `--run-path`."""
+"""Folder of a run, or of a model as the hub has it. `--run-dir` is for torchrun, which takes `--run` for its own
+`--run-path`."""
 Folder = Annotated[str, Spelling("DIR")]
 """Folder."""
 InputFile = Annotated[str, Spelling("FILE", is_read=True)]
@@ -103,9 +104,7 @@ class Operation(Config):
         if launched_rank()[0] > 0:
             return self
         spelled = {name: Spelling.of(field) for name, field in type(self).model_fields.items()}
-        read = [
-            one for name in spelled if spelled[name].is_read for one in _all(getattr(self, name))
-        ]
+        read = [one for name in spelled if spelled[name].is_read for one in _all(getattr(self, name))]
         for name, spelling in spelled.items():
             if spelling.is_written:
                 for one in _all(getattr(self, name)):

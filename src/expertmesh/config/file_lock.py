@@ -13,7 +13,8 @@ def exclusive(path: Path, *, wait: bool = True) -> IO[str]:
 
 
 def shared(path: Path) -> IO[str]:
-    """A lock file that others may share, open and locked until it is closed; waits for a process that has it to itself."""
+    """A lock file that others may share, open and locked until it is closed; waits for a process that has it to
+    itself."""
     return _locked(path, fcntl.LOCK_SH)
 
 

@@ -23,7 +23,8 @@ class FrozenBaseConfig(Config):
     """Storage of the frozen weights under adapters (QLoRA)."""
 
     storage: Storage = "auto"
-    """Storage format of the frozen weights: float32, bfloat16, or a quantized format for routed experts (all others then have the compute dtype); auto: the folder's quantized format, else the compute dtype."""
+    """Storage format of the frozen weights: float32, bfloat16, or a quantized format for routed experts (all others
+    then have the compute dtype); auto: the folder's quantized format, else the compute dtype."""
     group_size: Literal[32, 64, 128] = 64
     """Group size of int4 and nf4: number of weights per scale."""
 

@@ -11,7 +11,8 @@ def how_to_fetch(given: str | Path) -> str:
 
     Example:
         >>> how_to_fetch("Qwen/Qwen3-30B-A3B")
-        '; if it is a model of the hub, download it first: hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B'
+        '; if it is a model of the hub, download it first: hf download Qwen/Qwen3-30B-A3B --local-dir
+        models/Qwen3-30B-A3B'
     """
     text = str(given)
     if not _ID.fullmatch(text) or Path(text.split("/")[0]).exists():

@@ -9,7 +9,8 @@ from expertmesh.config.base import Config
 
 
 class LatentAttentionConfig(Config):
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector per token."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one small vector
+    per token."""
 
     kv_lora_rank: int | None = Field(default=None, gt=0)
     """Rank of the compressed keys and values, which the cache holds; none: ordinary attention."""
@@ -22,7 +23,8 @@ class LatentAttentionConfig(Config):
     v_head_dim: int = Field(default=128, gt=0)
     """Dimensions per head of values."""
     interleaved: bool = True
-    """Whether rotary pairs are interleaved, (2 i, 2 i + 1) as in DeepSeek's files, instead of (i, i + qk_rope_head_dim / 2)."""
+    """Whether rotary pairs are interleaved, (2 i, 2 i + 1) as in DeepSeek's files, instead of (i, i + qk_rope_head_dim
+    / 2)."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -39,9 +41,7 @@ class LatentAttentionConfig(Config):
         )
         if self.kv_lora_rank is None:
             for name in type(self).model_fields:
-                self.refuse_idle(
-                    name, "has no effect without kv_lora_rank", "set kv_lora_rank, or leave it out"
-                )
+                self.refuse_idle(name, "has no effect without kv_lora_rank", "set kv_lora_rank, or leave it out")
         return self
 
 
@@ -53,7 +53,8 @@ class RopeScalingConfig(Config):
     original_max_seq_len: int = Field(default=4096, gt=0)
     """Original context length in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Upper end of YaRN's ramp: dimensions with more rotations than this over the original context keep their frequency."""
+    """Upper end of YaRN's ramp: dimensions with more rotations than this over the original context keep their
+    frequency."""
     beta_slow: float = Field(default=1.0, gt=0)
     """Lower end of YaRN's ramp: frequencies of dimensions with fewer rotations than this are divided by `factor`."""
     attention_factor: float | None = Field(default=None, gt=0)
@@ -85,7 +86,8 @@ class RopeScalingConfig(Config):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def mixed_pairs(self, *, dim: int, base: float) -> tuple[float, float]:
-        """(first, last) of the pairs of `dim` turning dimensions whose frequency is mixed; see equation 17 of the paper."""
+        """(first, last) of the pairs of `dim` turning dimensions whose frequency is mixed; see equation 17 of the
+        paper."""
 
         def pair(turns: float) -> float:
             per_turn = self.original_max_seq_len / (turns * 2 * math.pi)
@@ -100,9 +102,7 @@ class RopeScalingConfig(Config):
     def _check(self) -> Self:
         if self.factor == 1:
             for name in type(self).model_fields:
-                self.refuse_idle(
-                    name, "has no effect with factor=1", "raise factor, or leave it out"
-                )
+                self.refuse_idle(name, "has no effect with factor=1", "raise factor, or leave it out")
         self.require(
             self.beta_slow <= self.beta_fast,
             "beta_slow",

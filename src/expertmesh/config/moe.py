@@ -20,7 +20,8 @@ class MoEConfig(LayerChoices):
 
     @model_validator(mode="after")
     def _check_bound(self) -> Self:
-        """Refuses a bound below capacity_factor. Only a layer's caller may override the factor per call, a run cannot."""
+        """Refuses a bound below capacity_factor. Only a layer's caller may override the factor per call, a run
+        cannot."""
         bound, factor = self.max_capacity_factor, self.capacity_factor
         self.require(
             bound is None or factor is None or bound >= factor,

@@ -1,6 +1,7 @@
 """The options of a mixture-of-experts layer and all their rules, for `MoELayer` and configurations alike.
 
-A rule about one option is its type. Rules about several options are the checks of `LayerChoices` and the table `NO_EFFECT`.
+A rule about one option is its type. Rules about several options are the checks of `LayerChoices` and the table
+`NO_EFFECT`.
 """
 
 import math
@@ -45,16 +46,18 @@ class LayerChoices(Config):
     hidden_dim: int = Field(default=512, gt=0)
     """Hidden size of an expert (F)."""
     router: RouterKind = "topk"
-    """Router: tokens choose experts (topk, cosine), experts choose tokens (expert_choice), or a hash of the token ids."""
+    """Router: tokens choose experts (topk, cosine), experts choose tokens (expert_choice), or a hash of the token
+    ids."""
     score_function: ScoreFunction = "softmax"
     """Score function applied to router logits."""
     normalize_weights: NormalizeWeights = "auto"
-    """Divisor of routing weights: their sum over the top-k experts (topk), or over the ones that had capacity for the token (kept); auto: topk if top_k > 1."""
+    """Divisor of routing weights: their sum over the top-k experts (topk), or over the ones that had capacity for the
+    token (kept); auto: topk if top_k > 1."""
     weight_scale: float = Field(default=1.0, gt=0)
     """Factor on the routing weights (routed_scaling_factor of DeepSeek)."""
     router_noise: RouterNoise = "none"
-    """Noise on the logits in training: gumbel (DeepSpeed's RSample), gaussian (Tutel's gate noise), or gumbel_after_first, on all
-    but the best logit (DeepSpeed's sampling of the second expert)."""
+    """Noise on the logits in training: gumbel (DeepSpeed's RSample), gaussian (Tutel's gate noise), or
+    gumbel_after_first, on all but the best logit (DeepSpeed's sampling of the second expert)."""
     router_noise_std: float = Field(default=1.0, ge=0)
     """Standard deviation (scale) of the router noise."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
@@ -84,7 +87,8 @@ class LayerChoices(Config):
     max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Upper bound on both capacity factors, which limits dropless layers too; none: no bound."""
     drop_policy: DropPolicy = "random"
-    """Tokens that an expert over capacity keeps: the first ones (first), the ones with the highest score (priority) or routing weight (weight), or random ones (random)."""
+    """Tokens that an expert over capacity keeps: the first ones (first), the ones with the highest score (priority) or
+    routing weight (weight), or random ones (random)."""
     routing_group_size: int | None = Field(default=None, gt=0)
     """Number of tokens per routing group, for capacity and balance loss; none: the whole micro-batch."""
     num_shared_experts: int = Field(default=0, ge=0)
@@ -96,7 +100,8 @@ class LayerChoices(Config):
     residual: bool = False
     """Whether a dense MLP beside the experts is mixed in by a learned coefficient (residual MoE of PR-MoE)."""
     balance_loss: BalanceLoss = "switch"
-    """Load-balancing loss: Switch's over all choices (switch), GShard's over first choices (gshard), or the importance and load losses of Shazeer et al. 2017 (importance_load)."""
+    """Load-balancing loss: Switch's over all choices (switch), GShard's over first choices (gshard), or the importance
+    and load losses of Shazeer et al. 2017 (importance_load)."""
     balance_loss_scope: LossScope = "group"
     """Scope of the balance loss: each routing group, or the global batch."""
     aux_loss_weight: float = Field(default=0.01, ge=0)
@@ -126,7 +131,8 @@ class LayerChoices(Config):
 
     @property
     def dropless_factor(self) -> float | None:
-        """Capacity factor of a call that drops no token; None for expert_choice, where experts always have a capacity."""
+        """Capacity factor of a call that drops no token; None for expert_choice, where experts always have a
+        capacity."""
         return None if self.router == "expert_choice" else math.inf
 
     @model_validator(mode="after")
@@ -207,11 +213,7 @@ class LayerChoices(Config):
                     self.refuse_idle(name, rule, f"leave it at {field.default}")
 
     def check_invariant(self) -> None:
-        """Refuse options that make a token's result depend on its batch in evaluation.
-
-        Raises:
-            FieldError: there is such an option.
-        """
+        """Refuse options that make a token's result depend on its batch in evaluation."""
         for name in _FACTORS[1:]:
             check_invariant_factor(name, getattr(self, name))
         self.require(
@@ -232,11 +234,7 @@ def check_invariant_factor(name: str, value: float | None) -> None:
     """Refuse a capacity factor that counts in evaluation, for a layer with batch_invariant.
 
     Args:
-        name: name of the factor's option.
         value: the factor; None and inf mean dropless.
-
-    Raises:
-        FieldError: there is a capacity.
     """
     if value is not None and not math.isinf(value):
         raise FieldError(
@@ -248,7 +246,8 @@ def check_invariant_factor(name: str, value: float | None) -> None:
 
 
 class LayerOptions(LayerChoices):
-    """The options of one layer that are numbers, words and switches: the keywords of `MoELayer` without modules and tensors.
+    """The options of one layer that are numbers, words and switches: the keywords of `MoELayer` without modules and
+    tensors.
 
     Numbers of NumPy count as numbers; nothing else is converted. A capacity factor of inf is None.
     """
@@ -303,11 +302,7 @@ class LayerOptions(LayerChoices):
         return None if self.balance_loss_scope == "global" else self.routing_group_size
 
     def normalizes(self, top_k: int) -> bool:
-        """Whether weights are divided by their sum over the chosen experts.
-
-        Args:
-            top_k: K in force.
-        """
+        """Whether weights are divided by their sum over the chosen experts."""
         if self.normalize_weights == "auto":
             return top_k > 1 and self.router != "expert_choice"
         return self.normalize_weights in ("topk", "kept")
@@ -333,17 +328,11 @@ class LayerOptions(LayerChoices):
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Options that change nothing under a condition, so that a value other than the default is a mistake.
+    """Options that change nothing under a condition, so that a value other than the default is a mistake."""
 
-    Attributes:
-        names: names of the options; none: all but num_experts.
-        where: the condition on the other options.
-        because: the condition in words; {option} stands for an option's value.
-    """
-
-    names: tuple[str, ...]
-    where: Callable[[Any], bool]
-    because: str
+    names: tuple[str, ...]  # names of the options; none: all but num_experts
+    where: Callable[[Any], bool]  # the condition on the other options
+    because: str  # the condition in words; {option} stands for an option's value
 
 
 def _has_router(router: RouterKind, choices: LayerChoices) -> bool:
@@ -376,9 +365,7 @@ NO_EFFECT = (
     NoEffect(
         ("min_capacity", "drop_policy"),
         # a layer's caller may give a capacity per call
-        lambda c: (
-            not isinstance(c, LayerOptions) and (c.is_dropless or c.router == "expert_choice")
-        ),
+        lambda c: not isinstance(c, LayerOptions) and (c.is_dropless or c.router == "expert_choice"),
         "without capacity_factor, eval_capacity_factor or max_capacity_factor, or with router=expert_choice",
     ),
     NoEffect(("group_score",), lambda c: c.num_expert_groups == 1, "with num_expert_groups=1"),
@@ -388,8 +375,6 @@ NO_EFFECT = (
         "without shared experts",
     ),
     NoEffect(("residual_hidden_dim",), lambda c: not c.residual, "with residual=False"),
-    NoEffect(
-        ("recompute_h",), lambda c: getattr(c, "own_experts", False), "on experts of your own"
-    ),
+    NoEffect(("recompute_h",), lambda c: getattr(c, "own_experts", False), "on experts of your own"),
 )
 """Options of a layer that change nothing, each with its condition."""

@@ -57,7 +57,8 @@ class ObjectiveConfig(Config):
     """Training objective: language modelling, SFT, DPO or GRPO."""
 
     name: ObjectiveName = "auto"
-    """Objective: lm, next-token prediction on text; sft, loss on assistant tokens only; dpo, preference pairs; grpo, rewards of sampled answers; auto: sft for conversations, else lm."""
+    """Objective: lm, next-token prediction on text; sft, loss on assistant tokens only; dpo, preference pairs; grpo,
+    rewards of sampled answers; auto: sft for conversations, else lm."""
     loss: LossName = "sigmoid"
     """Preference loss by TRL's names, sigmoid (DPO) first; simpo, orpo and cpo need no reference model."""
     beta: float | None = Field(default=None, gt=0)

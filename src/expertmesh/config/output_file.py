@@ -32,9 +32,7 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
         if other is None:
             continue
         if path.exists() and expanded(other).exists() and path.samefile(expanded(other)):
-            raise ConfigError(
-                option, name, f"is the file {other}, which is read", "name another one"
-            )
+            raise ConfigError(option, name, f"is the file {other}, which is read", "name another one")
     try:
         check_folder(folder)
     except OSError as error:
@@ -55,15 +53,13 @@ def new_folder(option: str, name: str | Path) -> Path:
     try:
         check_folder(path)
     except OSError as error:
-        raise ConfigError(
-            option, name, f"cannot be made: {error.strerror}", "choose another folder"
-        ) from None
+        raise ConfigError(option, name, f"cannot be made: {error.strerror}", "choose another folder") from None
     return path
 
 
 def check_folder(path: Path) -> None:
-    """Try a folder that work will write to: make a file in it, or in the nearest folder above that is there, and delete it.
-    """
+    """Try a folder that work will write to: make a file in it, or in the nearest folder above that is there, and delete
+    it."""
     place = _nearest(path)
     with naming(path, place):
         handle, probe = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=place)
@@ -91,8 +87,8 @@ def check_file(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """Make an `OSError` of writing name the user's path: the system's own names no file, a partial file, or the source of a copy.
-    """
+    """Make an `OSError` of writing name the user's path: the system's own names no file, a partial file, or the source
+    of a copy."""
     try:
         yield
     except OSError as error:

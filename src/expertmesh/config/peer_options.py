@@ -1,4 +1,5 @@
-"""Names of TRL, peft, axolotl and unsloth for options of fine-tuning, for the hint at an unknown name. Never imports torch.
+"""Names of TRL, peft, axolotl and unsloth for options of fine-tuning, for the hint at an unknown name. Never imports
+torch.
 
 `docs/migrate-finetuning.md` is the table for readers; its test asks for every name of it.
 """
@@ -80,7 +81,8 @@ ABSENT = {
     "f_divergence_type": "leave it out: the divergence is the reverse KL",
     "flash_attention": "leave it out: attention takes the best kernel that is there",
     "full_finetuning": f"leave {named('adapter.kind')} out, and all weights learn",
-    "generation_batch_size": f"use {named('train.batch_size')}, the prompts of a step, with {named('rl.group')} answers each",
+    "generation_batch_size": f"use {named('train.batch_size')}, the prompts of a step, with {named('rl.group')} "
+    "answers each",
     "init_lora_weights": "leave it out: A is drawn from N(0, 1 / columns), and B is 0",
     "load_best_model_at_end": "leave it out: the best checkpoint is kept, and opened by generate and convert",
     "loftq_config": "leave it out: B is 0 at first, over a rounded base as well",
@@ -107,10 +109,6 @@ ABSENT = {
 
 
 def how_without(name: str, names: Collection[str]) -> str | None:
-    """Fix for the name of an option that others have and training has not; None: the name is none of these, or no run is configured.
-
-    Args:
-        name: the unknown name.
-        names: dotted names of the options that there are.
-    """
+    """Fix for the name of an option that others have and training has not; None: the name is none of these, or no run
+    is configured."""
     return ABSENT.get(name.rsplit(".", 1)[-1]) if "adapter.kind" in names else None

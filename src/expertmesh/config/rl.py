@@ -19,13 +19,16 @@ class RLConfig(Config):
     updates: int = Field(default=1, gt=0)
     """Number of optimizer steps per batch of rollouts, each on an equal share of its prompts."""
     advantage: Literal["group", "loo"] = "group"
-    """Baseline of the advantage: the group's mean reward (group), or the mean of the group's other answers (loo, RLOO)."""
+    """Baseline of the advantage: the group's mean reward (group), or the mean of the group's other answers (loo,
+    RLOO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Normalization of advantages by the standard deviation of rewards in the group or in the batch; none: not normalized (Dr. GRPO)."""
+    """Normalization of advantages by the standard deviation of rewards in the group or in the batch; none: not
+    normalized (Dr. GRPO)."""
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio: per token, or per sequence as the geometric mean of its tokens' ratios (GSPO)."""
     loss: Literal["clip", "cispo", "reinforce"] = "clip"
-    """Policy loss: PPO's clipped surrogate (clip), log-probability times the capped ratio (cispo), or without a ratio (reinforce)."""
+    """Policy loss: PPO's clipped surrogate (clip), log-probability times the capped ratio (cispo), or without a ratio
+    (reinforce)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip epsilon of the importance ratio."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -35,7 +38,8 @@ class RLConfig(Config):
     cispo_cap: float = Field(default=5.0, gt=0)
     """Upper bound of ratios, with loss cispo."""
     average: Literal["token", "sequence", "constant"] = "token"
-    """Loss aggregation: mean over all tokens (token), mean over answers of each answer's mean (sequence), or sum divided by answers x max_tokens (constant, Dr. GRPO)."""
+    """Loss aggregation: mean over all tokens (token), mean over answers of each answer's mean (sequence), or sum
+    divided by answers x max_tokens (constant, Dr. GRPO)."""
     kl_beta: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty to the initial model; 0: no reference model."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -43,15 +47,19 @@ class RLConfig(Config):
     mask_cut: bool = False
     """Whether answers truncated at max_tokens are masked out of the loss."""
     soft_length: int | None = Field(default=None, gt=0)
-    """Number of tokens before max_tokens over which DAPO's soft overlong penalty rises from 0 to 1; none: no penalty."""
+    """Number of tokens before max_tokens over which DAPO's soft overlong penalty rises from 0 to 1; none: no
+    penalty."""
     exact: bool = True
-    """Whether rollouts and training have bitwise equal logprobs, which every step checks; needs batch-invariant arithmetic."""
+    """Whether rollouts and training have bitwise equal logprobs, which every step checks; needs batch-invariant
+    arithmetic."""
     replay_routing: bool = True
     """Whether training replays the experts that rollouts chose, with rl.exact=false."""
     correction: Literal["none", "token_truncate", "sequence_mask"] = "none"
-    """Correction of the mismatch between rollouts and training, with rl.exact=false: truncated importance weights per token (token_truncate), or a mask of whole answers (sequence_mask)."""
+    """Correction of the mismatch between rollouts and training, with rl.exact=false: truncated importance weights per
+    token (token_truncate), or a mask of whole answers (sequence_mask)."""
     correction_cap: float = Field(default=2.0, gt=1)
-    """Bound C of the correction: weights are at most C (token_truncate), or answers with a ratio outside 1/C ... C are masked (sequence_mask)."""
+    """Bound C of the correction: weights are at most C (token_truncate), or answers with a ratio outside 1/C ... C are
+    masked (sequence_mask)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -85,29 +93,21 @@ class RewardConfig(Config):
     """Reward functions of reinforcement learning."""
 
     functions: Annotated[tuple[str, ...], Spelling("FILE:NAME")] = ()
-    """Reward functions with TRL's signature, as FILE.py:NAME or package.module:NAME, or the built-in exact or number; with a weight: FILE.py:NAME:0.5."""
+    """Reward functions with TRL's signature, as FILE.py:NAME or package.module:NAME, or the built-in exact or number;
+    with a weight: FILE.py:NAME:0.5."""
     timeout: float = Field(default=60.0, gt=0)
     """Timeout in seconds of each call of a reward function."""
 
 
 def check_rl(run: Any) -> None:
-    """Refuse options of reinforcement learning that do not fit a run of a GPT.
-
-    Args:
-        run: its configuration.
-
-    Raises:
-        FieldError: one does not.
-    """
+    """Refuse options of reinforcement learning that do not fit a run of a GPT."""
     name = named("objective.name", "grpo")
     if run.objective.name != "grpo":
         for section in ("rl", "reward"):
             part = getattr(run, section)
             for option in type(part).model_fields:
                 try:
-                    part.refuse_idle(
-                        option, f"has no effect without {name}", "leave one of them out"
-                    )
+                    part.refuse_idle(option, f"has no effect without {name}", "leave one of them out")
                 except FieldError as error:
                     raise error.inside((section,)) from None
         return
@@ -134,7 +134,11 @@ def check_rl(run: Any) -> None:
         (
             not (run.rl.kl_beta and run.adapter.learn_routers),
             "rl.kl_beta",
-            f"has the model without its adapters as reference, and {named('adapter.learn_routers', True)} moves its routers",
+            (
+                f"has the model without its adapters as reference, and {named('adapter.learn_routers', True)} moves "
+                "its "
+                "routers"
+            ),
             "leave one of them out",
         ),
         (

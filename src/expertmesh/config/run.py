@@ -46,10 +46,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def duration_s(text: str) -> float:
     """Seconds of a duration: a number of them, with units (90m, 1h 30m), or as job schedulers write it.
 
-    Schedulers have minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds.
-
-    Raises:
-        FieldError: the text is none of these.
+    Schedulers have minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds.
     """
     days, dash, clock = text.rpartition("-")
     number, parts = "[0-9]+(?:[.][0-9]+)?", clock.split(":")
@@ -107,7 +105,8 @@ class OptimConfig(Config):
     grad_clip: float = Field(default=1.0, gt=0)
     """Maximum global gradient norm (gradient clipping)."""
     state_dtype: StateDtype = "float32"
-    """Dtype of the moments of large tensors; int8: a scale per block; fp16-scaled: a scale per tensor (fairseq's fp16-adam-stats); torchao-*: torchao's AdamW, one process only."""
+    """Dtype of the moments of large tensors; int8: a scale per block; fp16-scaled: a scale per tensor (fairseq's
+    fp16-adam-stats); torchao-*: torchao's AdamW, one process only."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -161,21 +160,25 @@ class TrainConfig(Config):
     device: Annotated[str, Spelling("NAME")] = "auto"
     """Device: auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 if the GPU supports it or AMX pays off at this model size, else float32; saved with the run."""
+    """Compute precision; auto: bfloat16 if the GPU supports it or AMX pays off at this model size, else float32; saved
+    with the run."""
     init_from: Annotated[str | None, Spelling("RUN")] = None
     """Run to initialize from: its newest weights, model options and tokenizer; none: random weights."""
     branch_from: Annotated[str | None, Spelling("RUN")] = None
-    """Run with optim.schedule=wsd to branch from: this run resumes from its checkpoint of the step at which this run's decay begins; none: no branch."""
+    """Run with optim.schedule=wsd to branch from: this run resumes from its checkpoint of the step at which this run's
+    decay begins; none: no branch."""
     freeze: tuple[Frozen, ...] = ()
     """Frozen parts of the MoE layers; useful with init_from."""
     resume: Resume = "never"
-    """Resuming: auto, from the newest intact checkpoint if there is one; required, fail without a checkpoint; never, the run directory must be new."""
+    """Resuming: auto, from the newest intact checkpoint if there is one; required, fail without a checkpoint; never,
+    the run directory must be new."""
     checkpoint_every: int = Field(default=200, gt=0)
     """Number of steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(default=2, gt=0)
     """Number of newest checkpoints to keep, besides the best."""
     keep_every: int | None = Field(default=None, gt=0)
-    """Number of steps between checkpoints that are kept permanently, a multiple of checkpoint_every; none: only keep_last and the best are kept."""
+    """Number of steps between checkpoints that are kept permanently, a multiple of checkpoint_every; none: only
+    keep_last and the best are kept."""
     eval_every: int = Field(default=100, gt=0)
     """Number of steps between evaluations; the first and the last step are always evaluated."""
     eval_batches: int = Field(default=16, gt=0)
@@ -185,15 +188,19 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(default=10, gt=0)
     """Number of consecutive non-finite steps after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
-    """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per run."""
+    """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per
+    run."""
     max_time: float | None = Field(default=None, gt=0)
-    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves a checkpoint and stops; none: no limit."""
+    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves a checkpoint and stops; none: no
+    limit."""
     patience: int | None = Field(default=None, gt=0)
     """Early stopping: number of consecutive evaluations without improvement of best_by; none: no early stopping."""
     best_by: str = "loss"
-    """Evaluation metric that selects the best checkpoint, for example loss, bits_per_byte or accuracy; accuracies and rewards are maximized, others minimized."""
+    """Evaluation metric that selects the best checkpoint, for example loss, bits_per_byte or accuracy; accuracies and
+    rewards are maximized, others minimized."""
     sample_every: int | None = Field(default=None, gt=0)
-    """Number of steps between samples, which are printed and written to samples.jsonl: answers to the first validation prompts; none: no samples."""
+    """Number of steps between samples, which are printed and written to samples.jsonl: answers to the first validation
+    prompts; none: no samples."""
     tensorboard: bool = True
     """Whether TensorBoard events are written, if the package is installed."""
     trackers: tuple[TrackerName, ...] = ()
@@ -265,7 +272,8 @@ class SlicesConfig(Config):
     """Parallelism of experts over the ranks that torchrun starts."""
 
     es_degree: int | None = Field(default=None, gt=0)
-    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all, if their number divides it."""
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all, if their number
+    divides it."""
 
     def given(self) -> dict[str, Any]:
         """Options that were set."""
@@ -276,9 +284,11 @@ class ServingDegrees(SlicesConfig):
     """Parallelism of generation over the ranks that torchrun starts."""
 
     tp_degree: int = Field(default=1, gt=0)
-    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value cache."""
+    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value
+    cache."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Expert-parallel degree: number of parts that a layer's experts are divided into, each on other ranks; none: number of ranks / es_degree."""
+    """Expert-parallel degree: number of parts that a layer's experts are divided into, each on other ranks; none:
+    number of ranks / es_degree."""
     es_degree: int | None = Field(default=None, gt=0)
     """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
     timeout_s: float = Field(default=300.0, gt=0)
@@ -289,7 +299,8 @@ class ParallelConfig(ServingDegrees):
     """CPU threads, and parallelism over the ranks that torchrun starts."""
 
     tp_degree: int = Field(default=1, gt=0)
-    """Tensor-parallel degree: number of consecutive ranks that shard dense matrices and (sequence parallelism) tokens."""
+    """Tensor-parallel degree: number of consecutive ranks that shard dense matrices and (sequence parallelism)
+    tokens."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
     """Expert-parallel degree, one number or one per MoE layer: route_degree / es_degree; none: from route_degree."""
     num_threads: int | None = Field(default=None, gt=0)
@@ -297,36 +308,41 @@ class ParallelConfig(ServingDegrees):
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Number of model replicas (HSDP), each sharded over ranks / dp_replicate_degree."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks over which a replica's parameters are sharded (FSDP); none: number of ranks / dp_replicate_degree."""
+    """Number of ranks over which a replica's parameters are sharded (FSDP); none: number of ranks /
+    dp_replicate_degree."""
     route_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks per all-to-all group of expert parallelism; further ranks shard the same experts' weights (FSDP); 1: no all-to-all; none: all ranks."""
+    """Number of ranks per all-to-all group of expert parallelism; further ranks shard the same experts' weights (FSDP);
+    1: no all-to-all; none: all ranks."""
     overlap_degree: int = Field(default=1, gt=0)
     """Number of chunks of tokens, where the dispatch of one overlaps with the computation of another; 1: no overlap."""
     all_to_all: AllToAll = "flat"
-    """All-to-all algorithm: flat, straight to the experts' ranks; hierarchical, once per node first; auto, the faster one by the cost model."""
+    """All-to-all algorithm: flat, straight to the experts' ranks; hierarchical, once per node first; auto, the faster
+    one by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
-    """Number of consecutive ranks per node, used by parallel.adaptive and by a hierarchical or auto all_to_all; none: as torchrun started them."""
+    """Number of consecutive ranks per node, used by parallel.adaptive and by a hierarchical or auto all_to_all; none:
+    as torchrun started them."""
     dispatch_dtype: DispatchDtype = "same"
     """Dtype of dispatched tokens: their own (same), or 8 bits with a scale for every 128 elements."""
     replicated_experts: int = Field(default=0, ge=0)
-    """Number of hot experts per layer (most tokens in the last step) whose weights every rank receives, so that their tokens are not dispatched."""
+    """Number of hot experts per layer (most tokens in the last step) whose weights every rank receives, so that their
+    tokens are not dispatched."""
     adaptive: bool = False
-    """Whether route_degree, overlap_degree, all_to_all and replicated_experts are tuned per layer and load; options set explicitly are not tuned."""
+    """Whether route_degree, overlap_degree, all_to_all and replicated_experts are tuned per layer and load; options set
+    explicitly are not tuned."""
     bind: Bind = "auto"
     """CPU binding: auto, each rank to the cores of one NUMA node unless the launcher has bound it; off, no binding."""
     expert_order: ExpertOrder = "slices_inner"
-    """Rank order if both degrees of experts exceed 1: consecutive ranks hold slices of the same experts (slices_inner), or different experts (experts_inner)."""
+    """Rank order if both degrees of experts exceed 1: consecutive ranks hold slices of the same experts (slices_inner),
+    or different experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
-    """ZeRO stage; 3: gather weights per use; 2: gather dense weights once per micro-batch, experts once per step; 1: as 2, and reduce dense gradients once per step."""
+    """ZeRO stage; 3: gather weights per use; 2: gather dense weights once per micro-batch, experts once per step; 1: as
+    2, and reduce dense gradients once per step."""
     offload: bool = False
-    """Whether parameters, gradients and optimizer state are kept in host memory (offload); weights are copied to the device for each use."""
+    """Whether parameters, gradients and optimizer state are kept in host memory (offload); weights are copied to the
+    device for each use."""
 
     def ep_degree_of(self, moe_layer: int, *, num_moe_layers: int) -> int | None:
-        """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides.
-
-        Raises:
-            ConfigError: there are neither one number nor as many as MoE layers.
-        """
+        """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides."""
         given = self.ep_degree
         if len(given) > 1 and len(given) != num_moe_layers:
             raise ConfigError(
@@ -367,7 +383,8 @@ class ParallelConfig(ServingDegrees):
         self.require(
             not self.offload or self.zero_stage > 1,
             "offload",
-            f"conflicts with {named('parallel.zero_stage', 1)}, which keeps the dense layers' whole gradients on the device for a"
+            f"conflicts with {named('parallel.zero_stage', 1)}, which keeps the dense layers' whole gradients on the "
+            "device for a"
             " step",
             "use 2 there, or 3 to keep no weights on it either",
         )
@@ -439,8 +456,8 @@ class RunConfig(Config):
         """A validated copy with some values replaced; other options that lose their effect by it get their defaults.
 
         Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one that is
-                given as a mapping, what is not named stays. A whole configuration takes a section's place.
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one
+                that is given as a mapping, what is not named stays. A whole configuration takes a section's place.
 
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.
@@ -518,7 +535,8 @@ class RunConfig(Config):
         self.require(
             self.train.branch_from is None or self.optim.schedule == "wsd",
             "train.branch_from",
-            f"needs a schedule that is constant until its decay, and {named('optim.schedule')} is {self.optim.schedule}",
+            f"needs a schedule that is constant until its decay, and {named('optim.schedule')} is "
+            f"{self.optim.schedule}",
             f"use {named('optim.schedule', 'wsd')} in both runs",
         )
         is_known = self.train.epochs is None or self.optim.schedule_steps is not None
@@ -538,22 +556,14 @@ _EITHER = (("train.steps", "train.epochs"), ("optim.warmup_steps", "optim.warmup
 
 def _without_the_other(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Changes that unset a recipe's second of two options where the first is given."""
-    return {
-        second: None
-        for first, second in _EITHER
-        if first in changes and attrgetter(second)(default) is not None
-    }
+    return {second: None for first, second in _EITHER if first in changes and attrgetter(second)(default) is not None}
 
 
 def with_epochs(config: RunConfig, *, num_samples: int | None) -> RunConfig:
     """The configuration with train.steps in the place of train.epochs, if that is set.
 
     Args:
-        config: configuration of the run.
         num_samples: number of training samples; None: not known.
-
-    Raises:
-        ConfigError: the number is not known.
     """
     train = config.train
     if train.epochs is None:
@@ -574,14 +584,11 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
     """Changes to a recipe, with its warm-up shortened where it is longer than the new steps.
 
     Args:
-        default: the recipe.
         changes: new values by dotted name. A warm-up among them, also in a whole section "optim", is kept as it is.
 
     Returns:
-        The changes; where the steps are too few for the recipe's warm-up, with a warm-up of the same share of the steps.
-
-    Raises:
-        ConfigError: a name is unknown or a value breaks a rule.
+        The changes; where the steps are too few for the recipe's warm-up, with a warm-up of the same share of the
+        steps.
     """
     usual = with_usual(changes, begins_with=default.train.init_from)
     changes = {**_without_the_other(default, changes), **with_learning_rate(usual)}

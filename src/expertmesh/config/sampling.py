@@ -37,7 +37,8 @@ _LARGEST = 3.0e38
 
 
 def must(rule: str, fix: str = "give one") -> WrapValidator:
-    """Rule and fix in the errors of a type: `Annotated[int, Field(ge=0), must("be a token id")]`; entries keep their own."""
+    """Rule and fix in the errors of a type: `Annotated[int, Field(ge=0), must("be a token id")]`; entries keep their
+    own."""
 
     def checked(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -54,9 +55,7 @@ def _biases(given: Any) -> Any:
     """Biases by token id; in JSON, ids are texts."""
     if not isinstance(given, Mapping):
         return given
-    ids = [
-        int(i) if isinstance(i, str) and i.isascii() and i.isdigit() else plain(i) for i in given
-    ]
+    ids = [int(i) if isinstance(i, str) and i.isascii() and i.isdigit() else plain(i) for i in given]
     if len({*ids}) < len(ids):
         raise FieldError((), given, "has two numbers for one token id", "give one for each")
     return dict(zip(ids, map(plain, given.values()), strict=True))
@@ -91,9 +90,7 @@ class SamplingParams(Config):
 
     model_config = ConfigDict(strict=True)
 
-    temperature: Annotated[float, Fix("use 0 for the most likely token")] = Field(
-        default=1.0, ge=0, le=_LARGEST
-    )
+    temperature: Annotated[float, Fix("use 0 for the most likely token")] = Field(default=1.0, ge=0, le=_LARGEST)
     """Sampling temperature; 0: greedy, lowest id on a tie."""
     top_k: int | None = Field(default=None, ge=1, le=MOST_INT64)
     """Number of most likely tokens to sample from; none: all."""
@@ -109,7 +106,8 @@ class SamplingParams(Config):
     frequency_penalty: Penalty = 0.0
     """Frequency penalty: number subtracted from a token's logit for each time it was generated."""
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=_LARGEST)
-    """Repetition penalty of tokens in prompt or answer: divisor of positive logits, factor of negative ones (Keskar et al. 2019)."""
+    """Repetition penalty of tokens in prompt or answer: divisor of positive logits, factor of negative ones (Keskar et
+    al. 2019)."""
     logit_bias: Annotated[
         dict[TokenId, Bias],
         must("be numbers by token id", 'for example {"13": -100}'),
@@ -124,9 +122,9 @@ class SamplingParams(Config):
     Random numbers depend only on it, the answer's index and the position. If one call gives it to several prompts, all
     behind the first draw by a hash of it and their index.
     """
-    max_tokens: Annotated[
-        int | None, Fix("ask for a token or more"), Spelling(also=("max_new_tokens",))
-    ] = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, Fix("ask for a token or more"), Spelling(also=("max_new_tokens",))] = Field(
+        default=None, ge=1
+    )
     """Maximum number of tokens to generate; none: up to the model's maximum length."""
     min_tokens: int = Field(default=0, ge=0)
     """Minimum number of tokens before an end token or stop string can end the answer."""
@@ -137,9 +135,7 @@ class SamplingParams(Config):
         BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     ] = ()
     """Stop strings; the answer ends before the first of them."""
-    stop_token_ids: Annotated[
-        tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
-    ] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], must("be a list of token ids", "for example [13]")] = ()
     """Token ids that end the answer, in addition to the model's end tokens."""
     ignore_eos: Switch = False
     """Whether the model's end tokens are ignored."""
@@ -149,9 +145,7 @@ class SamplingParams(Config):
     """Number of most likely tokens whose logprobs are returned at each prompt token; none: no logprobs."""
     return_routed_experts: Switch = False
     """Whether the experts of every token are returned."""
-    json_schema: Annotated[
-        InstanceOf[Mapping[str, Any]] | None, must("be a JSON schema", "give a mapping")
-    ] = None
+    json_schema: Annotated[InstanceOf[Mapping[str, Any]] | None, must("be a JSON schema", "give a mapping")] = None
     """JSON schema of the answer, {} for any JSON; needs the extra `json`; none: any text.
 
     max_tokens or a stop may cut the answer. Where nothing else may follow, the model's end tokens are allowed despite
@@ -166,18 +160,14 @@ class SamplingParams(Config):
         | None
     ) = None
     """Allowed answers: the answer is exactly one of these texts; needs the extra `json`; none: any text."""
-    regex: Annotated[
-        Whole | None, must("be a regular expression", "give a text of a character or more")
-    ] = None
-    """Regular expression that the whole answer matches, as in a schema's `pattern`; needs the extra `json`; none: any text."""
-    grammar: Annotated[Whole | None, must("be a grammar", "give a text of a character or more")] = (
-        None
-    )
-    """Grammar of the answer, Lark's (`start: ...`) or llama.cpp's GBNF (`root ::= ...`); needs the extra `json`; none: any text."""
+    regex: Annotated[Whole | None, must("be a regular expression", "give a text of a character or more")] = None
+    """Regular expression that the whole answer matches, as in a schema's `pattern`; needs the extra `json`; none: any
+    text."""
+    grammar: Annotated[Whole | None, must("be a grammar", "give a text of a character or more")] = None
+    """Grammar of the answer, Lark's (`start: ...`) or llama.cpp's GBNF (`root ::= ...`); needs the extra `json`; none:
+    any text."""
 
-    kept_special_ids: Annotated[
-        tuple[TokenId, ...], must("be a list of token ids", "for example [13]")
-    ] = ()
+    kept_special_ids: Annotated[tuple[TokenId, ...], must("be a list of token ids", "for example [13]")] = ()
     """Ids of special tokens that are kept in the answer's text, such as markers of tool calls; others are skipped."""
 
     @field_validator("*", mode="before")

@@ -23,27 +23,35 @@ class ServerConfig(Config):
     model_name: Annotated[str | None, Spelling("NAME")] = None
     """Model name in requests and responses; none: the folder's name."""
     adapter: Annotated[tuple[str, ...], Spelling("NAME=DIR")] = ()
-    """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no adapter."""
+    """Low-rank adapters in peft's format, each as NAME=DIR; the field `model` of a request selects one; none: no
+    adapter."""
     adapter_root: Annotated[str | None, Spelling("DIR")] = None
     """Folder below which `/v1/load_lora_adapter` may read adapters; none: no adapters are loaded at run time."""
     api_key_file: Annotated[str | None, Spelling("FILE")] = None
-    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: the key in the variable EXPERTMESH_API_KEY; without it, no key is needed."""
+    """File with an API key on each line; clients send `Authorization: Bearer KEY`; none: the key in the variable
+    EXPERTMESH_API_KEY; without it, no key is needed."""
     without_key: bool = False
     """Let other machines connect without an API key."""
     allow_host: Annotated[tuple[str, ...], Spelling("NAME")] = ()
-    """Host names that clients may use besides localhost, if the server has no API key, for example host.docker.internal."""
+    """Host names that clients may use besides localhost, if the server has no API key, for example
+    host.docker.internal."""
     allow_origin: Annotated[tuple[str, ...], Spelling("ORIGIN")] = ()
-    """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the server's own page."""
+    """Origins of web pages that may use the server (CORS), for example https://chat.example.org; none: only the
+    server's own page."""
     tool_call_parser: Annotated[str | None, Spelling("NAME")] = None
-    """Tool-call parser by vLLM's name (hermes, qwen3_coder, openai, ...); "none": tool calls stay in the text; none: detected from the chat template."""
+    """Tool-call parser by vLLM's name (hermes, qwen3_coder, openai, ...); "none": tool calls stay in the text; none:
+    detected from the chat template."""
     reasoning_parser: Annotated[str | None, Spelling("NAME")] = None
-    """Reasoning parser by vLLM's name (deepseek_r1, openai_gptoss, ...); "none": reasoning stays in the text; none: detected from the chat template."""
+    """Reasoning parser by vLLM's name (deepseek_r1, openai_gptoss, ...); "none": reasoning stays in the text; none:
+    detected from the chat template."""
     max_waiting: int = Field(default=256, ge=0)
-    """Maximum number of queued answers (a request with n counts n times); further requests get status 429 with Retry-After."""
+    """Maximum number of queued answers (a request with n counts n times); further requests get status 429 with
+    Retry-After."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Maximum size of a request in bytes."""
     max_answer: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens to generate per answer; requests for more are limited to it; none: up to the model's maximum length."""
+    """Maximum number of tokens to generate per answer; requests for more are limited to it; none: up to the model's
+    maximum length."""
     max_n: int = Field(default=128, ge=1, le=128)
     """Maximum number of answers per prompt (n of a request)."""
     max_logprobs: int = Field(default=20, ge=0, le=20)
@@ -62,7 +70,8 @@ class ServerConfig(Config):
             is_guarded or self.without_key or self.is_local,
             "host",
             "is reached by other machines, and there is no key",
-            f"give {named('api_key_file')} or set {KEY_VARIABLE}, or {named('without_key')} if that is meant, or listen on 127.0.0.1",
+            f"give {named('api_key_file')} or set {KEY_VARIABLE}, or {named('without_key')} if that is meant, or "
+            "listen on 127.0.0.1",
         )
         self.require(
             not (is_guarded and self.without_key),

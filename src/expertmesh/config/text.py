@@ -17,9 +17,11 @@ class TextConfig(Config):
     """Source of the text, its tokenizer and its token sequences."""
 
     path: Annotated[str | tuple[str, ...] | None, Spelling("PATH")] = None
-    """Files, folders or glob patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
+    """Files, folders or glob patterns of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, also .gz or
+    .zst); PATH:2 is used twice per epoch; none: the source of Python's standard library."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
-    """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
+    """Text encoding by its Python name (latin-1, cp1252, shift_jis, utf-16-le); a byte-order mark takes precedence;
+    none: UTF-8."""
     column: Annotated[str | None, Spelling("NAME")] = None
     """Field or column with the text or the list of messages; none: text, or a known conversation format."""
     tokenizer: Annotated[str | None, Spelling("FILE")] = None
@@ -33,13 +35,15 @@ class TextConfig(Config):
     seq_len: int = Field(default=256, gt=0)
     """Sequence length in training, in tokens; at most model.max_seq_len."""
     completions: Completions = "chat"
-    """Form of prompt-completion records: chat, a user and an assistant turn of the chat template; text, plain text with the loss on the completion and EOS."""
+    """Form of prompt-completion records: chat, a user and an assistant turn of the chat template; text, plain text with
+    the loss on the completion and EOS."""
     document_mask: bool = False
     """Whether attention is limited to a token's own document."""
     pack: bool = False
     """Whether several conversations are packed per sequence, without attention across them."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """tokenizer.json that encodes the text (byte-level or SentencePiece); none: a tokenizer is trained on the corpus."""
+    """tokenizer.json that encodes the text (byte-level or SentencePiece); none: a tokenizer is trained on the
+    corpus."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Cache folder for tokenizers and token shards; none: the user's cache folder."""
 

@@ -93,9 +93,7 @@ class Number(NamedTuple):
             return False
         number: Any = value
         # no sizes of a graph are compared with infinity
-        if (Real in self.types and number in (inf, -inf)) or (
-            self.most != inf and not number <= self.most
-        ):
+        if (Real in self.types and number in (inf, -inf)) or (self.most != inf and not number <= self.most):
             return False
         return bool(self.least < number if self.is_open else self.least <= number)
 
@@ -140,9 +138,7 @@ def wrong_type(name: str, value: object, what: str, fix: str = "give one") -> Co
     return ConfigError(f"{name} is {type_of(value)}; it must be {what}; {fix}")
 
 
-def check_type(
-    name: str, value: object, types: type | tuple[type, ...], what: str, fix: str = "give one"
-) -> None:
+def check_type(name: str, value: object, types: type | tuple[type, ...], what: str, fix: str = "give one") -> None:
     """Raise ConfigError unless an argument is of these types; `what` says what it must be."""
     if not isinstance(value, types):
         raise wrong_type(name, value, what, fix)

@@ -106,9 +106,7 @@ def _attend_by(arithmetic: OpSet) -> Callable[..., Tensor]:
         layer_index: int,
     ) -> Tensor:
         rule = ScoreRule(window, softcap, sinks_H, chunk)
-        y: Tensor = context.attend(
-            layer_index, q_THd, k_Thd, v_Thd, arithmetic=arithmetic, rule=rule
-        )
+        y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=arithmetic, rule=rule)
         return y
 
     return attend_now
@@ -126,8 +124,8 @@ _KINDS = {"one": 1, "many": 7}
 
 
 class CompiledForward:
-    """`model(ids, context=..., logit_rows_R=...)` without its modules, traced in the background while the engine runs them.
-    """
+    """`model(ids, context=..., logit_rows_R=...)` without its modules, traced in the background while the engine runs
+    them."""
 
     pads, description = False, ""
 
@@ -143,9 +141,7 @@ class CompiledForward:
             if tensor is not None
         ]
         self._names = [
-            name
-            for named in (model.named_parameters, model.named_buffers)
-            for name, _ in named(remove_duplicate=False)
+            name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)
         ]
         # tracing replaces tensors in modules for a while, and the model's own modules may be in use
         shared = {id(tensors[name]): tensors[name] for tensors, name in self._state}
@@ -156,9 +152,7 @@ class CompiledForward:
             self._arithmetic = BATCH_INVARIANT_OPS
         for module in self._copy.modules():
             if isinstance(getattr(module, "arithmetic", None), OpSet):
-                module.arithmetic = (
-                    STEP_OPS if self._arithmetic is DEFAULT_OPS else self._arithmetic
-                )
+                module.arithmetic = STEP_OPS if self._arithmetic is DEFAULT_OPS else self._arithmetic
         self._graphs: dict[str, fx.GraphModule] = {}
         self._steps: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
@@ -166,9 +160,7 @@ class CompiledForward:
     def padding(self, batch: StepBatch) -> None:
         """No padding: the trace takes any number of tokens."""
 
-    def __call__(
-        self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
-    ) -> Computed | None:
+    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: this kind of step is not compiled yet."""
         rows_R = step.rows_R
         T, R = len(step.ids_T), len(rows_R)

@@ -49,9 +49,7 @@ class Answers:
         """Draft tokens, at most `most`, that may come next."""
         return self.known[sequence].lookup.guess(sequence.token_ids, most)
 
-    def settle(
-        self, step: Step, result: RunnerOutput, scheduler: Scheduler | GroupScheduler
-    ) -> list[RequestOutput]:
+    def settle(self, step: Step, result: RunnerOutput, scheduler: Scheduler | GroupScheduler) -> list[RequestOutput]:
         """Apply the results of a step: commit tokens, end finished sequences, and return updated outputs."""
         scheduler.commit(step, result.tokens)
         for sequence, position, logprob in result.logprobs:
@@ -107,7 +105,8 @@ class Answers:
         *,
         problem: str | None,
     ) -> None:
-        """Append a token to an answer, and end it if it is finished; `problem`: error of a token that cannot be drawn."""
+        """Append a token to an answer, and end it if it is finished; `problem`: error of a token that cannot be
+        drawn."""
         answer, request = self.known[sequence], sequence.request
         if problem is None:
             self.num_tokens += 1
@@ -139,9 +138,7 @@ class Answers:
         prompt_logprobs = None
         first = self.known[request.sequences[0]]
         if params.prompt_logprobs is not None:
-            prompt_logprobs = tuple(
-                first.prompt_logprobs.get(i) for i in range(sequence.num_prompt)
-            )
+            prompt_logprobs = tuple(first.prompt_logprobs.get(i) for i in range(sequence.num_prompt))
         experts = None
         if params.return_routed_experts:
             places = range(len(sequence.token_ids) - 1)

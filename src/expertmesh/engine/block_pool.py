@@ -43,9 +43,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[Prefix, int] = {}
-        self._prefix_of: dict[
-            int, tuple[Prefix, int]
-        ] = {}  # prefix and number of each sealed block
+        self._prefix_of: dict[int, tuple[Prefix, int]] = {}  # prefix and number of each sealed block
         self._next_number = 0
 
     @property
@@ -107,7 +105,8 @@ class BlockPool:
             kept[block] = None
 
     def release_all(self, blocks: list[int]) -> None:
-        """Release all blocks of a table, last first, so that starts of prefixes are evicted last; the table is emptied."""
+        """Release all blocks of a table, last first, so that starts of prefixes are evicted last; the table is
+        emptied."""
         while blocks:
             self.release(blocks.pop())
 

@@ -44,7 +44,8 @@ class Graph(Protocol):
 
 
 class CudaGraphs:
-    """Graphs of a GPU, which share one pool of memory; replays follow each other, so that they may overwrite its tensors."""
+    """Graphs of a GPU, which share one pool of memory; replays follow each other, so that they may overwrite its
+    tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -68,9 +69,7 @@ class _CudaGraph:
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(
-                stream
-            ):  # compiles kernels, and lets libraries take their workspaces
+            with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their workspaces
                 compute()
             torch.cuda.current_stream().wait_stream(stream)
             # other threads may use the device meanwhile
@@ -127,9 +126,7 @@ class CapturedSteps:
     def padding(self, batch: StepBatch) -> Padding | None:
         """See `FasterForward`; None: the step is none of decoding, or too large."""
         num = len(batch.chunks)
-        is_decoding = batch.rows == tuple(range(num)) and all(
-            len(one.ids) == 1 for one in batch.chunks
-        )
+        is_decoding = batch.rows == tuple(range(num)) and all(len(one.ids) == 1 for one in batch.chunks)
         if not num or not is_decoding or num > self._sizes[-1]:
             return None
         blocks = max(one.start // self._block_size + 1 for one in batch.chunks)
@@ -137,9 +134,7 @@ class CapturedSteps:
         size = self._sizes[bisect_left(self._sizes, num)]
         return Padding(size, self._widths[place], self._spare_slot)
 
-    def __call__(
-        self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
-    ) -> Computed | None:
+    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: the step is not padded."""
         if step.padding is None or step.sampling is None:
             return None
@@ -205,11 +200,9 @@ def why_not_captured(model: Any) -> str:
     return ""
 
 
-def captured_steps(
-    model: Any, config: EngineConfig, *, num_blocks: int, max_len: int
-) -> CapturedSteps | None:
-    """Captured steps of a model on a GPU, none of which is captured yet; None: it is on another device, or cannot be captured.
-    """
+def captured_steps(model: Any, config: EngineConfig, *, num_blocks: int, max_len: int) -> CapturedSteps | None:
+    """Captured steps of a model on a GPU, none of which is captured yet; None: it is on another device, or cannot be
+    captured."""
     if model.device.type != "cuda" or config.compile is False:
         return None
     if problem := why_not_captured(model):
@@ -228,9 +221,7 @@ def captured_steps(
     )
 
 
-def fastest_forward(
-    model: Any, config: EngineConfig, *, num_blocks: int, max_len: int
-) -> FasterForward | None:
+def fastest_forward(model: Any, config: EngineConfig, *, num_blocks: int, max_len: int) -> FasterForward | None:
     """Captured steps on a GPU, or another faster forward pass; None: there is none. See `captured_steps`."""
     captured = captured_steps(model, config, num_blocks=num_blocks, max_len=max_len)
     return captured or faster_forward(model, config)

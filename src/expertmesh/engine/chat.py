@@ -28,16 +28,16 @@ def conversation_ids(
         add_generation_prompt: whether the beginning of an answer follows; None: unless the last message is continued.
     """
     if text is None or not text.can_chat:
-        missing = (
-            "has no tokenizer" if text is None else "has no chat template, and no tokens for roles"
-        )
+        missing = "has no tokenizer" if text is None else "has no chat template, and no tokens for roles"
         raise ConfigError(
-            f"messages: the model {missing}; make the engine of a folder with a chat template, or ask with texts or token ids (generate)"
+            f"messages: the model {missing}; make the engine of a folder with a chat template, or ask with texts or "
+            "token ids (generate)"
         )
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(variables, Mapping):
         raise ConfigError(
-            "chat_template_kwargs: must be variables of the template by name; give a dict such as {'enable_thinking': False}"
+            "chat_template_kwargs: must be variables of the template by name; give a dict such as {'enable_thinking': "
+            "False}"
         )
     for name, value in (("chat_template_kwargs", variables), ("tools", tools)):
         if not is_unicode([value]):
@@ -48,9 +48,7 @@ def conversation_ids(
         raise ConfigError("continue_final_message: excludes add_generation_prompt; leave one out")
     known = read_tools(tools) if tools is not None else None
     if known and not text.chat.writes("tools"):
-        raise ConfigError(
-            f"tools: {_UNWRITTEN}; leave them out, or use a model whose template does"
-        )
+        raise ConfigError(f"tools: {_UNWRITTEN}; leave them out, or use a model whose template does")
     try:
         said = read_messages(messages)
         if any(one.get("tool_calls") for one in said) and not text.chat.writes("tool_calls"):
@@ -71,9 +69,7 @@ def conversation_ids(
     return ids
 
 
-def prompts_of_conversations(
-    text: TextFormat | None, given: Any, **options: Any
-) -> list[list[int]]:
+def prompts_of_conversations(text: TextFormat | None, given: Any, **options: Any) -> list[list[int]]:
     """Prompts of one conversation or several; errors of one among several name it."""
     if not isinstance(given, list | tuple) or not given or isinstance(given[0], Mapping):
         return [conversation_ids(text, given, **options)]

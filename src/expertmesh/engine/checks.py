@@ -33,9 +33,15 @@ def why_not(model: Any) -> str | None:
         return None
     bound = model.config.moe.max_capacity_factor
     if bound is not None:
-        return f"max_capacity_factor={bound}: dropped tokens would depend on the rest of the batch; serve a model without a bound"
+        return (
+            f"max_capacity_factor={bound}: dropped tokens would depend on the rest of the batch; serve a model "
+            "without a bound"
+        )
     if model.config.moe.router == "expert_choice":
-        return "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
+        return (
+            "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve "
+            "another router"
+        )
     return None
 
 
@@ -79,9 +85,7 @@ def check_no_folder(config: EngineConfig) -> None:
 def check_mode(model: Any) -> None:
     """Raise ConfigError if the model is in training mode."""
     if model.training:
-        raise ConfigError(
-            "the model is in training mode: dropout and router noise would be active; call model.eval()"
-        )
+        raise ConfigError("the model is in training mode: dropout and router noise would be active; call model.eval()")
 
 
 def prompts_of(prompts: Any) -> list[Any]:
@@ -111,9 +115,7 @@ def one_for_each(what: str, given: Any, count: int) -> list[Any]:
         return [given] * count
     each = list(given)
     if len(each) != count:
-        raise ConfigError(
-            f"{what}: {len(each)} for {count} prompts; give one for each, or one for all"
-        )
+        raise ConfigError(f"{what}: {len(each)} for {count} prompts; give one for each, or one for all")
     return each
 
 
@@ -141,7 +143,8 @@ def check_ids(ids: Iterable[Any], vocab_size: int, *, what: str) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, *, what: str) -> None:
-    """Raise ConfigError if there are no prompts, one is empty, or an id is invalid; `what` is a prompt's name in the message."""
+    """Raise ConfigError if there are no prompts, one is empty, or an id is invalid; `what` is a prompt's name in the
+    message."""
     if not prompts:
         raise ConfigError(f"{what}s=[]: there is nothing to continue; give at least one {what}")
     for prompt in prompts:
@@ -174,9 +177,7 @@ def check_asked(
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
-def room_for(
-    ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any
-) -> int:
+def room_for(ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any) -> int:
     """Maximum number of tokens of an answer."""
     limit = f"the model's max_seq_len={max_len}"
     if max_len < (config.max_len or model.max_seq_len):
@@ -185,9 +186,7 @@ def room_for(
         limit = f"max_len={max_len}"
     left = max_len - len(ids)
     if left < 1:
-        raise ConfigError(
-            f"prompt of {len(ids)} tokens: must be shorter than {limit}; shorten the prompt"
-        )
+        raise ConfigError(f"prompt of {len(ids)} tokens: must be shorter than {limit}; shorten the prompt")
     if params.max_tokens is None:
         return left
     if params.max_tokens > left:
@@ -204,12 +203,14 @@ def check_text(prompt: str) -> None:
     """Raise ConfigError if a text has lone surrogates, which no tokenizer accepts."""
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ConfigError(
-            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
+            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give "
+            "text in UTF-8"
         )
 
 
 def _is_like(given: torch.dtype, own: torch.dtype) -> bool:
-    """Whether a tensor of one dtype may be copied into another: equal dtypes, or both floating with two bytes or more."""
+    """Whether a tensor of one dtype may be copied into another: equal dtypes, or both floating with two bytes or
+    more."""
     return given == own or all(d.is_floating_point and d.itemsize > 1 for d in (given, own))
 
 
@@ -218,9 +219,7 @@ def check_state(state: Any, own: Mapping[str, Tensor]) -> None:
     check_type("state", state, Mapping, "tensors by name", "give model.state_dict()")
     for name, tensor in state.items():
         if name not in own:
-            raise ConfigError(
-                f"{name}: the model has no such tensor; give those of its state_dict()"
-            )
+            raise ConfigError(f"{name}: the model has no such tensor; give those of its state_dict()")
         check_type(name, tensor, Tensor, "a tensor", "give a tensor")
         if hasattr(tensor, "full_tensor"):  # a DTensor
             raise ConfigError(f"{name}: is sharded; give tensor.full_tensor()")

@@ -25,17 +25,11 @@ def _kind(name: str) -> str:
 
 _KINDS = {
     name: _kind(name)
-    for name in (
-        field.name.removesuffix("_R")
-        for field in fields(SamplingBatch)
-        if field.name.endswith("_R")
-    )
+    for name in (field.name.removesuffix("_R") for field in fields(SamplingBatch) if field.name.endswith("_R"))
 }
 """Kinds of the tensors of a `SamplingBatch`, in its order, by their names without the axis."""
 FILTERS = {
-    name: SamplingParams.model_fields[name].default
-    for name in _KINDS
-    if name not in ("temperature", *_OF_PLACE)
+    name: SamplingParams.model_fields[name].default for name in _KINDS if name not in ("temperature", *_OF_PLACE)
 }
 """Defaults of the options of a request that remove tokens before one is drawn."""
 _PADDING = {name: 0.0 if kind == REAL else 0 for name, kind in _KINDS.items()} | KEEPS_ALL

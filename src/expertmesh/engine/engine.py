@@ -92,7 +92,8 @@ class Engine:
         max_len: maximum tokens of a sequence, for which the cache has room.
         tokenizer: tokenizer of the model; None: prompts are token ids.
         text: text format of the model; None without a tokenizer.
-        answer_rules: compiler of JSON schemas, regular expressions and grammars, usable from any thread beside the steps.
+        answer_rules: compiler of JSON schemas, regular expressions and grammars, usable from any thread beside the
+            steps.
     """
 
     def __init__(
@@ -107,9 +108,7 @@ class Engine:
         **options: Any,
     ) -> None:
         if config is not None and options:
-            raise ConfigError(
-                f"{next(iter(options))}: is given beside config; put it into the config"
-            )
+            raise ConfigError(f"{next(iter(options))}: is given beside config; put it into the config")
         for what, value, kind in (
             ("config", config, EngineConfig),
             ("tokenizer", tokenizer, Tokenizer),
@@ -139,9 +138,7 @@ class Engine:
         check_ids(end_ids, model.vocab_size, what="end_ids")
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
-        self.answer_rules = AnswerRules(
-            tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids
-        )
+        self.answer_rules = AnswerRules(tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         tp, groups = (1, 1) if ranks is None else (ranks.degrees.tp, ranks.degrees.num_groups)
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
@@ -187,7 +184,8 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do nothing."""
+        """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do
+        nothing."""
         self._runner.warm_up()
 
     @property
@@ -223,7 +221,8 @@ class Engine:
             atexit.unregister(self.close)
 
     def check_ranks(self) -> None:
-        """Raise CollectiveError if other ranks were lost since the last step (heartbeats detect it); never in a single process."""
+        """Raise CollectiveError if other ranks were lost since the last step (heartbeats detect it); never in a single
+        process."""
         if isinstance(self._runner, RankedRunner):
             self._runner.check_together()
 
@@ -240,9 +239,9 @@ class Engine:
             folder: folder with adapter_config.json and adapter_model.safetensors.
 
         Raises:
-            ConfigError: this rank is not the first; the name is taken; the folder has no adapter, or an unsupported one (DoRA, on the router or the
-                vocabulary, on quantised or paged experts, over ranks that slice matmuls or move experts, on a model of
-                transformers, ...); or another rank cannot read it.
+            ConfigError: this rank is not the first; the name is taken; the folder has no adapter, or an unsupported one
+                (DoRA, on the router or the vocabulary, on quantised or paged experts, over ranks that slice matmuls or
+                move experts, on a model of transformers, ...); or another rank cannot read it.
             CheckpointError: a tensor is missing, extra, of another shape, or not finite; names it.
 
         Example:
@@ -266,9 +265,7 @@ class Engine:
         """
         self._check_leads("adapters")
         if busy := self.num_requests_of(name):
-            raise ConfigError(
-                "adapter", repr(name), f"{busy} requests have it", "wait for them, or abort them"
-            )
+            raise ConfigError("adapter", repr(name), f"{busy} requests have it", "wait for them, or abort them")
         self._runner.unload_adapter(name)
 
     def num_requests_of(self, name: str) -> int:
@@ -293,9 +290,7 @@ class Engine:
 
     def _adapter(self, name: Any) -> LoadedAdapter:
         if self._runner.adapters is None:
-            raise ConfigError(
-                "adapter", repr(name)[:60], "this engine has none", "load it first (load_adapter)"
-            )
+            raise ConfigError("adapter", repr(name)[:60], "this engine has none", "load it first (load_adapter)")
         return self._runner.adapters.get(name)
 
     @property
@@ -330,9 +325,7 @@ class Engine:
         with self.lock:
             return self._add(self._prompt_ids(prompt), params, request_id, adapter)
 
-    def _add(
-        self, ids: list[int], params: SamplingParams, request_id: str | None, adapter: str | None
-    ) -> str:
+    def _add(self, ids: list[int], params: SamplingParams, request_id: str | None, adapter: str | None) -> str:
         ends, has_text = frozenset(params.stop_token_ids), self.tokenizer is not None
         guide = params.guide
         if not params.ignore_eos or guide is not None:
@@ -534,7 +527,8 @@ class Engine:
     ) -> AnswerIterator[RequestOutput]:
         """Answer a prompt as a stream: yields the answer after each step with new tokens.
 
-        Steps that others make meanwhile count as one. Closing or dropping the iterator aborts the request. Streamed text is never retracted: a possible start of a stop string is held back.
+        Steps that others make meanwhile count as one. Closing or dropping the iterator aborts the request. Streamed
+        text is never retracted: a possible start of a stop string is held back.
 
         Raises:
             ConfigError: see `add`; raised at once.
@@ -547,7 +541,8 @@ class Engine:
     @one_at_a_time
     @torch.no_grad()
     def update_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model; the prefix cache is cleared, and unfinished answers continue with the new weights.
+        """Copy new weights into the model; the prefix cache is cleared, and unfinished answers continue with the new
+        weights.
 
         Args:
             state: tensors by their names in `model.state_dict()`; may be partial.
@@ -557,13 +552,12 @@ class Engine:
                 piece (meta, sparse, sharded), or experts are in slots; then nothing is changed.
         """
         if state and self._ranks is not None:
-            raise ConfigError(
-                "update_weights over ranks: each has a part of every tensor; make another engine"
-            )
+            raise ConfigError("update_weights over ranks: each has a part of every tensor; make another engine")
         own = self.model.state_dict()
         if state and self.expert_paging():
             raise ConfigError(
-                "update_weights of an engine with expert_slots: it reads experts from their files, which stay as they are; "
+                "update_weights of an engine with expert_slots: it reads experts from their files, which stay as they "
+                "are; "
                 "save the new weights, and open them by another engine"
             )
         check_state(state, own)

@@ -1,4 +1,5 @@
-"""Faster ways to compute a step than calling the model: an optional part of the package registers them when it is imported."""
+"""Faster ways to compute a step than calling the model: an optional part of the package registers them when it is
+imported."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -43,9 +44,7 @@ class FasterForward(Protocol):
     def padding(self, batch: StepBatch) -> Padding | None:
         """Sizes to which a step is padded; None: it is not."""
 
-    def __call__(
-        self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]
-    ) -> Computed | None:
+    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """Results of a step; None: `forward`, the model, computes this step."""
 
     def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
@@ -63,13 +62,11 @@ def faster_forward(
     optional: str = OPTIONAL,
     known: Sequence[Callable[[Any, EngineConfig], FasterForward | None]] = FASTER,
 ) -> FasterForward | None:
-    """Faster forward pass of a model, of those that are known once the optional package is imported; None: there is none.
-    """
+    """Faster forward pass of a model, of those that are known once the optional package is imported; None: there is
+    none."""
     if find_spec(optional) is not None:
         import_module(optional)
     if config.compile and not known:
-        raise ConfigError(
-            "compile", True, f"needs the package {optional}, which is not here", "leave it out"
-        )
+        raise ConfigError("compile", True, f"needs the package {optional}, which is not here", "leave it out")
     found = (make(model, config) for make in known)
     return next((one for one in found if one is not None), None)

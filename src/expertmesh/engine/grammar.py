@@ -1,4 +1,5 @@
-"""Answers that are JSON of a schema, or match a list, a regular expression or a grammar: masks of allowed next tokens, by llguidance (extra `json`)."""
+"""Answers that are JSON of a schema, or match a list, a regular expression or a grammar: masks of allowed next tokens,
+by llguidance (extra `json`)."""
 
 import json
 from collections import OrderedDict
@@ -212,9 +213,7 @@ class AnswerRules:
         trial: the process that tries guides first.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, *, vocab_size: int, end_ids: Iterable[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self.trial = tokenizer, vocab_size, TRIAL
         self._ends = sorted(end_ids)
         self._words: tuple[Any, Seq[bytes]] | None = None
@@ -235,9 +234,7 @@ class AnswerRules:
         if self._tokenizer is None:
             raise ConfigError(f"{guide}: is about text, and the engine has no tokenizer")
         if find_spec("llguidance") is None:
-            raise ConfigError(
-                f"{guide}: needs llguidance; install it with: pip install 'expertmesh[json]'"
-            )
+            raise ConfigError(f"{guide}: needs llguidance; install it with: pip install 'expertmesh[json]'")
         key = guide, _key(guide, value)
         with self._lock:
             if key in self._kept:

@@ -54,9 +54,7 @@ def _grammar(guide: str, text: str) -> str:
     if guide == "regex":
         return LLMatcher.grammar_from_regex(text)
     if guide == "choice":
-        return LLMatcher.grammar_from_lark(
-            f"start: {' | '.join(map(json.dumps, json.loads(text)))}"
-        )
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(text)))}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # the converter raises what its parser falls over
@@ -69,17 +67,15 @@ def is_given_up(matcher: Any) -> bool:
 
 
 class GrammarTrial:
-    """Process that tries schemas and grammars, one at a time; it starts at the first one and waits for others. Thread-safe.
-    """
+    """Process that tries schemas and grammars, one at a time; it starts at the first one and waits for others.
+    Thread-safe."""
 
     def __init__(self, module: str = _MODULE) -> None:
-        self._child = ChildProcess(
-            module, "json_schema: the process that tries schemas and grammars"
-        )
+        self._child = ChildProcess(module, "json_schema: the process that tries schemas and grammars")
 
     def problem(self, guide: str, text: str) -> str | None:
-        """Reason why a guide (see `matcher_of`) cannot be kept; None: it can, with an ordinary amount of time and memory.
-        """
+        """Reason why a guide (see `matcher_of`) cannot be kept; None: it can, with an ordinary amount of time and
+        memory."""
         try:
             return self._child.ask(json.dumps([guide, text]).encode()).decode() or None
         except ChildEndedError:

@@ -1,4 +1,5 @@
-"""Scheduling over several tensor groups of ranks, each with its own scheduler and blocks. Torch-free, as `scheduler.py`."""
+"""Scheduling over several tensor groups of ranks, each with its own scheduler and blocks. Torch-free, as
+`scheduler.py`."""
 
 from dataclasses import dataclass, field
 

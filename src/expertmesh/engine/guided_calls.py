@@ -11,8 +11,8 @@ from expertmesh.text.call_syntax import Tools
 
 
 class GuidedCalls(dict[str, Any]):
-    """Calls that an answer must consist of, or JSON that it may be instead. As a mapping: JSON schema of the list of its
-    calls, or of either.
+    """Calls that an answer must consist of, or JSON that it may be instead. As a mapping: JSON schema of the list of
+    its calls, or of either.
 
     Args:
         reading: what parses the answers; its calls have a markup, and it has a tool.
@@ -29,17 +29,13 @@ class GuidedCalls(dict[str, Any]):
         calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
         if reading.most is not None:
             calls["maxItems"] = reading.most
-        super().__init__(
-            calls if answer is None else {"anyOf": [calls, _moved(answer, "#/anyOf/1")]}
-        )
+        super().__init__(calls if answer is None else {"anyOf": [calls, _moved(answer, "#/anyOf/1")]})
 
     @property
     def _named(self) -> tuple[Any, ...]:
         """Arguments by names, which can be pickled."""
         given = self.reading
-        thoughts, calls = (
-            NONE if one is None else one.names[0] for one in (given.thoughts, given.calls)
-        )
+        thoughts, calls = (NONE if one is None else one.names[0] for one in (given.thoughts, given.calls))
         return thoughts, calls, dict(given.tools), given.most, given.is_open, self.answer
 
     @property

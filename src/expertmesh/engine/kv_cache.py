@@ -15,9 +15,7 @@ from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.op_set import OpSet
 
 
-def num_blocks_of(
-    options: EngineConfig, model: Any, max_len: int, dtype: torch.dtype, *, tp_degree: int
-) -> int:
+def num_blocks_of(options: EngineConfig, model: Any, max_len: int, dtype: torch.dtype, *, tp_degree: int) -> int:
     """Number of cache blocks of a rank: the given one, or as many as the longest sequences need and `cache_bytes` hold.
 
     Args:
@@ -81,9 +79,7 @@ class PagedCache:
         size = self.block_size
         for source, target in pairs:
             for memory in self.memories:
-                memory[:, target * size : (target + 1) * size] = memory[
-                    :, source * size : (source + 1) * size
-                ]
+                memory[:, target * size : (target + 1) * size] = memory[:, source * size : (source + 1) * size]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(slots, heads, d) keys and values of a layer."""

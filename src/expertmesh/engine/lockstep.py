@@ -87,9 +87,7 @@ class Lockstep:
 
         return batches()
 
-    def stream(
-        self, prompt: Sequence[int], params: SamplingParams
-    ) -> Generator[RequestOutput, None, None]:
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Generator[RequestOutput, None, None]:
         """Answer a prompt as a stream: yields the answer so far after each token."""
         prompts, each = ids_of_prompts([prompt], self.model.vocab_size), [params_of(params)]
         check_sources(self.model, None, num_prompts=1)
@@ -127,10 +125,7 @@ class Lockstep:
         left = self.model.max_seq_len - max(map(len, prompts))  # the batch is a rectangle
         rooms = [min(room, left) for room in rooms]
         texts = [AnswerText(self.tokenizer, one.stop, one.kept_special_ids) for one in params]
-        ends = [
-            frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._end_ids)
-            for one in params
-        ]
+        ends = [frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._end_ids) for one in params]
         ids: list[list[int]] = [[] for _ in prompts]
         reasons: list[str | None] = [None] * len(prompts)
         errors: list[str | None] = [None] * len(prompts)
@@ -148,9 +143,7 @@ class Lockstep:
                 else:
                     texts[row].feed(token)
                     is_full = len(ids[row]) == rooms[row]
-                    reasons[row] = (
-                        "stop" if texts[row].is_stopped else "length" if is_full else None
-                    )
+                    reasons[row] = "stop" if texts[row].is_stopped else "length" if is_full else None
                 if reasons[row] is not None:
                     texts[row].finish()
             yield [
@@ -226,15 +219,11 @@ def check_sources(
     found = ids_of_prompts(sources, model.vocab_size, what="source")
     longest = max(map(len, found))
     if longest > model.max_source_len:
-        raise ConfigError(
-            f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
-        )
+        raise ConfigError(f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it")
     return found
 
 
-def check_context_room(
-    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None
-) -> int:
+def check_context_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
     """Number of new tokens, checked against the longest prompt."""
     limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:

@@ -1,4 +1,5 @@
-"""Rows of logits that a step returns: what is drawn and scored from them, in operators whose number does not depend on the rows."""
+"""Rows of logits that a step returns: what is drawn and scored from them, in operators whose number does not depend on
+the rows."""
 
 from array import array
 from collections import Counter
@@ -72,7 +73,8 @@ class _ScoredTokens(NamedTuple):
 
 
 def drawn_of(logits_RV: Tensor, batch: SamplingBatch, changed_RV: Tensor | None = None) -> Tensor:
-    """(3, R) int64: a token of each row, whether its logits are finite, and whether the changed ones have a finite maximum."""
+    """(3, R) int64: a token of each row, whether its logits are finite, and whether the changed ones have a finite
+    maximum."""
     is_finite_R = are_finite(logits_RV)
     if changed_RV is None:
         return torch.stack((draw(logits_RV, batch), is_finite_R.long(), is_finite_R.long()))
@@ -109,10 +111,7 @@ class RowNumbers:
             array(WHOLE, [i for i, _ in self.scored]),
             array(
                 WHOLE,
-                [
-                    -1 if row.is_drawn else row.sequence.token_ids[row.position]
-                    for _, row in self.scored
-                ],
+                [-1 if row.is_drawn else row.sequence.token_ids[row.position] for _, row in self.scored],
             ),
             array(WHOLE, [place.get(i, 0) for i, _ in self.scored]),
         )
@@ -146,20 +145,14 @@ class RowNumbers:
         tokens: dict[Answer, int] = {}
         broken: dict[Answer, str] = {}
         if self._drawing:
-            for sequence, token, is_finite, has_most in zip(
-                self._drawing, *found.pop(0).tolist(), strict=True
-            ):
+            for sequence, token, is_finite, has_most in zip(self._drawing, *found.pop(0).tolist(), strict=True):
                 tokens[sequence] = token
                 if not (is_finite and has_most):
                     broken[sequence] = NO_MAXIMUM if is_finite else NOT_FINITE
         scored = self._logprobs(found, broken) if self.scored else []
-        return RunnerOutput(
-            tokens, scored, broken, experts.of(found[-1]) if experts.tensors else []
-        )
+        return RunnerOutput(tokens, scored, broken, experts.of(found[-1]) if experts.tensors else [])
 
-    def _scores(
-        self, logits_RV: Tensor, scores: _ScoredTokens, drawn_3R: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def _scores(self, logits_RV: Tensor, scores: _ScoredTokens, drawn_3R: Tensor | None) -> tuple[Tensor, ...]:
         """Ids and logprobs (W,), and the most likely tokens' logprobs and ids."""
         ids_W = scores.known_W
         if drawn_3R is not None:
@@ -169,9 +162,7 @@ class RowNumbers:
         most = min(max(row.num_best or 0 for _, row in self.scored), scores_WV.shape[-1])
         return ids_W, chosen_W, *scores_WV.topk(most, dim=-1)
 
-    def _logprobs(
-        self, found: list[Tensor], broken: dict[Answer, str]
-    ) -> list[tuple[Answer, int, Logprob]]:
+    def _logprobs(self, found: list[Tensor], broken: dict[Answer, str]) -> list[tuple[Answer, int, Logprob]]:
         scored = []
         each = zip(self.scored, *(one.tolist() for one in found[:4]), strict=True)
         for (_, row), token, value, best, ids in each:
@@ -225,10 +216,7 @@ class WantedExperts:
             self.tensors = [torch.empty(first, 0, 0, dtype=torch.int64)]
         elif self._chunks:
             most = max(ids.shape[1] for ids in ids_of_layers)
-            each = (
-                torch.nn.functional.pad(ids, (0, most - ids.shape[1]), value=-1)
-                for ids in ids_of_layers
-            )
+            each = (torch.nn.functional.pad(ids, (0, most - ids.shape[1]), value=-1) for ids in ids_of_layers)
             self.tensors = [torch.stack(tuple(each), 1)]
 
     def of(self, ids_TLK: Tensor) -> list[tuple[Chunk, Any]]:

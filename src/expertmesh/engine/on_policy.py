@@ -51,9 +51,7 @@ def token_logprobs(
         raise ConfigError(f"ids: {short[0]} has no token behind the first; give two or more")
     length = max(map(len, ids))
     if length > model.max_seq_len:
-        raise ConfigError(
-            f"a sequence of {length} tokens: must be at most max_seq_len={model.max_seq_len}; shorten it"
-        )
+        raise ConfigError(f"a sequence of {length} tokens: must be at most max_seq_len={model.max_seq_len}; shorten it")
     if routing is not None:
         _check_routing(model, ids, routing)
     ids_BS = torch.zeros(len(ids), length, dtype=torch.int64, device=model.device)
@@ -89,14 +87,16 @@ def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[T
         if not isinstance(chosen, Tensor) or chosen.ndim != 3 or chosen.shape[:2] != wanted:
             given = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
             raise ConfigError(
-                f"routing[{place}]: is {given}, must be ({wanted[0]}, {wanted[1]}, K) expert ids of a sequence of {len(one)} "
+                f"routing[{place}]: is {given}, must be ({wanted[0]}, {wanted[1]}, K) expert ids of a sequence of "
+                f"{len(one)} "
                 "tokens; give routed_experts of the answer whose tokens these are"
             )
         for layer, num in enumerate(counts):
             own = chosen[:, layer]
             if bool(((own < -1) | (own > num)).any()):
                 raise ConfigError(
-                    f"routing[{place}]: an expert id of layer {layer} is not in 0 ... {num - 1}; give routed_experts of this model"
+                    f"routing[{place}]: an expert id of layer {layer} is not in 0 ... {num - 1}; give routed_experts "
+                    "of this model"
                 )
 
 

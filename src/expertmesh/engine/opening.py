@@ -43,9 +43,7 @@ def open_served(
         return *opened_there, None
     run = find_model(path)
     if not run.family.generates_text:
-        raise ConfigError(
-            f"{path}: is of family {run.family.name}, which writes no text; the engine serves a gpt"
-        )
+        raise ConfigError(f"{path}: is of family {run.family.name}, which writes no text; the engine serves a gpt")
     if config.deterministic:
         run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
     slots = None

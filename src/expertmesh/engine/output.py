@@ -8,12 +8,14 @@ from expertmesh.engine.request import FinishReason
 from expertmesh.engine.timing import Timing
 
 NOT_FINITE = (
-    "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
+    "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use "
+    "another "
     "checkpoint or float32"
 )
 """Error of an answer whose logits are not finite, formatted with the number of tokens before it."""
 NO_MAXIMUM = (
-    "logits after {} tokens have no finite maximum once penalties, logit_bias and masks are applied: no token can be drawn; "
+    "logits after {} tokens have no finite maximum once penalties, logit_bias and masks are applied: no token can be "
+    "drawn; "
     "choose a repetition_penalty nearer to 1, or mask fewer tokens"
 )
 """Error of an answer of which no token can be drawn, formatted with the number of tokens before it."""

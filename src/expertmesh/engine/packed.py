@@ -30,18 +30,12 @@ def packed(parts: Sequence[array], device: torch.device) -> tuple[Tensor, list[T
 def views(whole: Tensor, sizes: Sequence[tuple[str, int]]) -> list[Tensor]:
     """Parts of a buffer of which the kinds and sizes are given."""
     parts = whole.split([size for _, size in sizes])
-    return [
-        part.view(torch.float64) if kind == REAL else part
-        for part, (kind, _) in zip(parts, sizes, strict=True)
-    ]
+    return [part.view(torch.float64) if kind == REAL else part for part, (kind, _) in zip(parts, sizes, strict=True)]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors as int64 or FP64 on the host, by one copy; waits for the device."""
-    words = [
-        (t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten()
-        for t in tensors
-    ]
+    words = [(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors]
     whole = torch.cat(words).cpu() if words else torch.empty(0).long()
     kinds = [(REAL if t.is_floating_point() else WHOLE, t.numel()) for t in tensors]
     return [part.view(t.shape) for part, t in zip(views(whole, kinds), tensors, strict=True)]

@@ -5,8 +5,8 @@
     others:                                                       receive   -> their group's part   -> rows of hidden
         states to rank 0
 
-A step is one broadcast of integers, or two where these are more than `_WORDS`. Block tables are sent once, then only their changes. Between steps rank 0 sends
-heartbeats, so that collectives do not time out while there are no requests.
+A step is one broadcast of integers, or two where these are more than `_WORDS`. Block tables are sent once, then only
+their changes. Between steps rank 0 sends heartbeats, so that collectives do not time out while there are no requests.
 """
 
 import json
@@ -87,9 +87,7 @@ def share(model: Any, config: ParallelConfig, world: World) -> EngineRanks:
     return EngineRanks(degrees, groups, sizes, world)
 
 
-def open_shared(
-    run: Run, config: ParallelConfig, *, ranks: Ranks | None = None, **place: Any
-) -> LoadedModel:
+def open_shared(run: Run, config: ParallelConfig, *, ranks: Ranks | None = None, **place: Any) -> LoadedModel:
     """Open a model of which each rank reads and holds its part. Every rank must call.
 
     Args:
@@ -164,9 +162,7 @@ class StepWriter:
         self._known: dict[Sequence, _KnownSequence] = {}
         self._count = 0
 
-    def words(
-        self, parts: tuple[Step, ...], batches: list[StepBatch], *, experts: bool
-    ) -> list[int]:
+    def words(self, parts: tuple[Step, ...], batches: list[StepBatch], *, experts: bool) -> list[int]:
         """Encode a step of all groups. `experts`: whether rank 0 needs the experts of tokens."""
         gone = [s for s in self._known if s.is_guessed or s.state is State.FINISHED]
         words = [_STEP, int(experts), len(gone), *(self._known.pop(s).number for s in gone)]
@@ -259,9 +255,7 @@ class RankedRunner(Runner):
         cache: KV cache of this rank's heads, for the sequences of its group.
     """
 
-    def __init__(
-        self, model: Any, cache: PagedCache, ranks: EngineRanks, config: EngineConfig
-    ) -> None:
+    def __init__(self, model: Any, cache: PagedCache, ranks: EngineRanks, config: EngineConfig) -> None:
         super().__init__(model, cache)
         self.ranks = ranks
         self.placed: RedundantExperts | None = None  # experts with slots for redundant copies; None: without EPLB
@@ -372,7 +366,8 @@ class RankedRunner(Runner):
         if failed:
             self.unload_adapter(name)
             raise ConfigError(
-                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}, as they report; copy it to this path on every host"
+                f"adapter {name!r}: {failed} of the other ranks cannot read {loaded.folder}, as they report; copy it "
+                "to this path on every host"
             )
 
     def unload_adapter(self, name: str) -> None:
@@ -421,10 +416,9 @@ class RankedRunner(Runner):
         self._before = self._load
         self.placed.rebalance([one[:-1] for one in new])
 
-    def _part(
-        self, batches: list[StepBatch], *, wants_experts: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Compute this rank's part of a step; on rank 0 returns logits of all groups' rows and, if requested, expert ids of all tokens."""
+    def _part(self, batches: list[StepBatch], *, wants_experts: bool) -> tuple[Tensor, list[Tensor]]:
+        """Compute this rank's part of a step; on rank 0 returns logits of all groups' rows and, if requested, expert
+        ids of all tokens."""
         groups, sizes = self.ranks.groups, self.ranks.sizes
         own = batches[groups.number]
         counts = [sum(len(chunk.ids) for chunk in batch.chunks) for batch in batches]

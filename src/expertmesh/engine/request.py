@@ -25,9 +25,7 @@ def token_ids_of(given: Any, *, what: str = "prompt") -> list[Any]:
     if not is_list or isinstance(given, AbstractSet) or getattr(given, "ndim", 1) != 1:
         shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
         text = "a text, or " if what == "prompt" and not isinstance(given, str) else ""
-        raise ConfigError(
-            f"{what} is {type_of(given)}{shape}; it must be {text}a list of token ids; give one"
-        )
+        raise ConfigError(f"{what} is {type_of(given)}{shape}; it must be {text}a list of token ids; give one")
     return [plain(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
 
 
@@ -36,10 +34,7 @@ def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
 
     The first keeps the seed. Prompt i draws by a hash of seed and i, which is no other seed plus a number.
     """
-    return [
-        one.model_copy(update={"seed": _seed_of(one.seed, place)})
-        for place, one in enumerate(params)
-    ]
+    return [one.model_copy(update={"seed": _seed_of(one.seed, place)}) for place, one in enumerate(params)]
 
 
 def _seed_of(seed: int | None, place: int) -> int | None:

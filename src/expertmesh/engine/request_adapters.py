@@ -1,4 +1,5 @@
-"""Low-rank adapters of an engine, at most one per request: W + s B A for the request's tokens, W for others in the same step.
+"""Low-rank adapters of an engine, at most one per request: W + s B A for the request's tokens, W for others in the same
+step.
 
 Matmuls with W run once over all tokens of a step. Tokens with the same adapter are adjacent in a step
 (`Scheduler.schedule`), and s (x A^T) B^T is added to their outputs in the module's arithmetic: in deterministic mode a
@@ -31,7 +32,8 @@ from expertmesh.ops.experts.call import AdapterRun, LowRank
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
 
 OVER_RANKS = (
-    "adapters over ranks are served where each rank has whole experts and all of the dense parts; use ep_degree alone, without"
+    "adapters over ranks are served where each rank has whole experts and all of the dense parts; use ep_degree "
+    "alone, without"
     " enable_eplb, or one process"
 )
 _RANK = 16
@@ -161,10 +163,9 @@ class Adapters:
         return tuple(found)
 
     @contextmanager
-    def on(
-        self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None
-    ) -> Iterator[None]:
-        """Context of a step, with the adapters of its tokens, and of those that other ranks send to this one's experts."""
+    def on(self, runs: tuple[AdapterSpan, ...], of_experts: tuple[AdapterSpan, ...] | None = None) -> Iterator[None]:
+        """Context of a step, with the adapters of its tokens, and of those that other ranks send to this one's
+        experts."""
         self._runs, self._expert_runs = runs, runs if of_experts is None else of_experts
         try:
             yield
@@ -180,12 +181,14 @@ class Adapters:
         if is_paged or not is_known or isinstance(module, Head):
             kind = "module of experts in slots" if is_paged else type(module).__name__
             raise ConfigError(
-                f"{folder}: has an adapter on {path}, a {kind}, which takes none; open the model with all its experts, or train the"
+                f"{folder}: has an adapter on {path}, a {kind}, which takes none; open the model with all its "
+                "experts, or train the"
                 " adapter on attention alone"
             )
         if getattr(module, "adapters", None) is not None:
             raise ConfigError(
-                f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
+                f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, "
+                "expertmesh.lora.remove)"
             )
 
     def _own(self, path: str, factors: Factors) -> Factors:
@@ -221,9 +224,7 @@ class Adapters:
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                module.grouped.of_rows.append(
-                    partial(_of_expert_rows, own, f"{path}.experts", each)
-                )
+                module.grouped.of_rows.append(partial(_of_expert_rows, own, f"{path}.experts", each))
 
     def spans(self, *, of_experts: bool = False) -> tuple[AdapterSpan, ...]:
         """Adapter spans of the step's tokens, or of the tokens that this rank's experts receive."""
@@ -292,9 +293,7 @@ def _of_expert_rows(owner: _Owner, path: str, each: int) -> tuple[AdapterRun, ..
     return () if adapters is None else _adapter_runs(path, adapters.spans(of_experts=True), each)
 
 
-def _adapter_runs(
-    path: str, spans: Sequence[AdapterSpan], rows_per_token: int
-) -> tuple[AdapterRun, ...]:
+def _adapter_runs(path: str, spans: Sequence[AdapterSpan], rows_per_token: int) -> tuple[AdapterRun, ...]:
     """Low-rank additions of a module to runs of its rows, for the spans whose adapter has some."""
     runs = []
     for first, stop, adapter in spans:

@@ -152,9 +152,7 @@ class Runner:
         widths = [ids_TK.shape[1] for ids_TK in ids_of_layers]
         if widths != self._offsets[0]:
             firsts = accumulate(map(len, self.expert_load), initial=0)
-            each = [
-                first for first, width in zip(firsts, widths, strict=False) for _ in range(width)
-            ]
+            each = [first for first, width in zip(firsts, widths, strict=False) for _ in range(width)]
             self._offsets = widths, torch.tensor(each, device=self.device)
         ids = (torch.cat(list(ids_of_layers), 1) + self._offsets[1]).flatten()
         self._loads.scatter_add_(0, ids, self._ones.expand_as(ids))

@@ -101,7 +101,8 @@ class Scheduler:
         if self.blocks_for(tokens - 1) > self.pool.num_blocks:
             held = self.pool.num_blocks * self.pool.block_size
             raise ConfigError(
-                f"a prompt of {len(request.prompt_ids)} tokens and max_tokens={request.max_tokens}: the cache holds {held} tokens; "
+                f"a prompt of {len(request.prompt_ids)} tokens and max_tokens={request.max_tokens}: the cache holds "
+                f"{held} tokens; "
                 "ask for fewer, or make it larger (num_blocks)"
             )
         self.waiting.extend(request.sequences)
@@ -210,7 +211,8 @@ class Scheduler:
         self.pool.forget_all()
 
     def _guessed(self, chunks: list[Chunk], budget: int) -> dict[Sequence, tuple[Sequence, ...]]:
-        """Draft tokens for decoding sequences, from the remaining budget and blocks; no sequence is preempted for them."""
+        """Draft tokens for decoding sequences, from the remaining budget and blocks; no sequence is preempted for
+        them."""
         found = {}
         for chunk in chunks if self.guess is not None else ():
             sequence = chunk.sequence
@@ -256,7 +258,8 @@ class Scheduler:
         return is_new and sequence is not first and not first.new_ids
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may be admitted: not while an earlier answer of its request computes the prompt."""
+        """Whether a waiting sequence may be admitted: not while an earlier answer of its request computes the
+        prompt."""
         before = sequence.request.sequences[: sequence.index]
         return bool(sequence.new_ids) or all(s.state is State.FINISHED or s.new_ids for s in before)
 

@@ -26,9 +26,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 class SchemaCheck:
     """Check of answers against a schema. `anchors`: JSON pointers of its `$anchor`s."""
 
-    def __init__(
-        self, text: str, anchors: Mapping[str, str], matches: Callable[[str, str], bool]
-    ) -> None:
+    def __init__(self, text: str, anchors: Mapping[str, str], matches: Callable[[str, str], bool]) -> None:
         self._root = _parsed(text)
         self._anchors, self._matches = anchors, matches
         self._allowed: dict[int, set[Any]] = {}  # values of each `enum`

@@ -24,9 +24,7 @@ _MOST = {
 }
 """Characters that a class has in any reading, for classes that are left out: [^...]."""
 _DOT = r"[^\n\r\u2028\u2029]"
-_PART = re.compile(
-    r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[A-Za-z_=]+\}|.|$)|\[\^?|&&|--|~~|.", re.DOTALL
-)
+_PART = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[A-Za-z_=]+\}|.|$)|\[\^?|&&|--|~~|.", re.DOTALL)
 _SET_OPERATIONS = ("[", "[^", "&&", "--", "~~")
 _POSSESSIVE = re.compile(r"(?<!\\)[*+?}]\+")
 _GROUP = re.compile(r"\?(:|P?<[A-Za-z]\w*>)")
@@ -54,9 +52,7 @@ def readable_pattern(pattern: str) -> str:
             inside = text
             found.append(text)
         elif text == "(" and pattern[at : at + 1] == "?" and not _GROUP.match(pattern, at):
-            raise ValueError(
-                f"{pattern[at - 1 : at + 3]!r} is not kept (no looking around, no flags)"
-            )
+            raise ValueError(f"{pattern[at - 1 : at + 3]!r} is not kept (no looking around, no flags)")
         else:
             found.append(_DOT if text == "." else text)
     return "".join(found)

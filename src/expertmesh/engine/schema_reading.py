@@ -117,10 +117,7 @@ class _Reader:
                 self.places.add(f"{place}/{name}")
         for name in (*_LISTS, "items"):
             if isinstance(node.get(name), list):
-                node[name] = [
-                    self.read(one, f"{place}/{name}/{i}", depth + 1)
-                    for i, one in enumerate(node[name])
-                ]
+                node[name] = [self.read(one, f"{place}/{name}/{i}", depth + 1) for i, one in enumerate(node[name])]
         for name in _NAMED:
             if isinstance(node.get(name), dict):
                 node[name] = {
@@ -151,9 +148,7 @@ class _Reader:
         if "prefixItems" in schema and (
             self._is_old or "additionalItems" in schema or isinstance(schema.get("items"), list)
         ):
-            raise SchemaError(
-                "prefixItems: belongs to draft 2020-12, beside items that are one schema"
-            )
+            raise SchemaError("prefixItems: belongs to draft 2020-12, beside items that are one schema")
         if schema.get("uniqueItems"):
             raise SchemaError("uniqueItems: is not kept; use a list where items may repeat")
         least, required = schema.get("minProperties"), schema.get("required", ())
@@ -205,9 +200,7 @@ def _check_exact(value: Any, name: str) -> None:
         elif isinstance(one, float):
             _, digits, exponent = Decimal(repr(one)).as_tuple()
             if len(digits) > _DIGITS or abs(int(exponent)) > _PLACES:
-                raise SchemaError(
-                    f"{name}={one}: numbers have {_DIGITS} digits, and {_PLACES} decimal places"
-                )
+                raise SchemaError(f"{name}={one}: numbers have {_DIGITS} digits, and {_PLACES} decimal places")
 
 
 def _read_numbers(node: dict[str, Any]) -> None:

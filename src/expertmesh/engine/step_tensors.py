@@ -76,9 +76,7 @@ class _Layout(NamedTuple):
     drawing: SamplingNumbers | None
     padding: Padding | None
 
-    def tensors(
-        self, words: Tensor, parts: Sequence[Tensor], more: Sequence[Tensor] = ()
-    ) -> StepTensors:
+    def tensors(self, words: Tensor, parts: Sequence[Tensor], more: Sequence[Tensor] = ()) -> StepTensors:
         ids_T, positions_T, slots_T, starts_S, stops_B, table_N, rows_R, *sampling = parts
         keys = PagedKeys(starts_S, stops_B, table_N.view(self.num_sequences, -1), self.most_queries)
         return StepTensors(

@@ -10,9 +10,7 @@ from expertmesh.text.stream import TextStream
 class AnswerText:
     """Text of an answer, and detection of stop strings."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], kept: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], kept: Sequence[int] = ()) -> None:
         self._stream = None if tokenizer is None else TextStream(tokenizer, kept)
         self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
         self.text = ""  # the text so far

@@ -68,9 +68,7 @@ def continued(
     return AnswerIterator(_in_order(model, ended), ended.close)
 
 
-def _in_order(
-    model: Any, ended: Iterator[tuple[int, list[RequestOutput]]]
-) -> Iterator[RequestOutput]:
+def _in_order(model: Any, ended: Iterator[tuple[int, list[RequestOutput]]]) -> Iterator[RequestOutput]:
     known: dict[int, RequestOutput] = {}
     place = 0
     while True:
@@ -103,9 +101,7 @@ def stream_text(
     """Continue a prompt as a stream. Closing or dropping the iterator aborts it."""
     (prompt,) = ids_of_prompts([prompt], model.vocab_size)
     with evaluating(model):
-        outputs = (by or writer(model, text, batch_size=1)).stream(
-            prompt, params, **_chosen(adapter)
-        )
+        outputs = (by or writer(model, text, batch_size=1)).stream(prompt, params, **_chosen(adapter))
     return AnswerIterator(_pieces(model, outputs), outputs.close)
 
 

@@ -38,9 +38,7 @@ class ExpertMeshLM(TemplateLM):
         model: the model; the compute dtype is its weights' or autocast's.
     """
 
-    def __init__(
-        self, model: GPT, tokenizer: Tokenizer, *, end_id: int, batch_size: int = 8
-    ) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer, *, end_id: int, batch_size: int = 8) -> None:
         super().__init__()
         if not isinstance(model, GPT):
             raise ConfigError(
@@ -71,9 +69,7 @@ class ExpertMeshLM(TemplateLM):
         """Name under which requests are cached."""
         return "expertmesh"
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Tokens of a text, after the model's start tokens unless add_special_tokens is False."""
         ids: list[int] = self.tokenizer_file.encode(string, add_special_tokens=False).ids
         start = self._text.start_ids
@@ -98,7 +94,8 @@ class ExpertMeshLM(TemplateLM):
         for _, _, continuation in batch:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten the "
+                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; "
+                    "shorten the "
                     "task's answers"
                 )
         # truncated on the left to the model's length; the last token is predicted only
@@ -106,15 +103,11 @@ class ExpertMeshLM(TemplateLM):
         ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
         factor = self.model.config.moe.dropless_factor
         with evaluating(self.model), torch.no_grad():
-            logits_BSV = self.model(
-                ids_BS, token_mask_BS=token_mask_BS, capacity_factor=factor
-            ).logits_BSV
+            logits_BSV = self.model(ids_BS, token_mask_BS=token_mask_BS, capacity_factor=factor).logits_BSV
         for row, (_, _, continuation), logits_SV in zip(rows, batch, logits_BSV, strict=True):
             yield _score(logits_SV[len(row) - len(continuation) : len(row)], continuation)
 
-    def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text, with every token scored once, in windows of the model's length."""
         texts = [request.args[0] for request in requests]
         windows: list[tuple[int, Pair]] = []
@@ -152,9 +145,7 @@ class ExpertMeshLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[place].args, text)
         return found
 
-    def _continued(
-        self, contexts: Sequence[str], options: dict[str, Any], *, seed: int
-    ) -> list[str]:
+    def _continued(self, contexts: Sequence[str], options: dict[str, Any], *, seed: int) -> list[str]:
         if unknown := sorted(set(options) - set(_KNOWN)):
             raise ConfigError(
                 f"generation_kwargs.{unknown[0]}={options[unknown[0]]}: is none of {', '.join(_KNOWN)}; leave it out"
@@ -179,9 +170,7 @@ class ExpertMeshLM(TemplateLM):
             stop_token_ids=(self.end_id,),
         )
         prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text in contexts]
-        outputs = continue_prompts(
-            self.model, prompts, params, text=self._text, batch_size=self.batch_size
-        )
+        outputs = continue_prompts(self.model, prompts, params, text=self._text, batch_size=self.batch_size)
         return [output.text for output in outputs]
 
 

@@ -1,8 +1,8 @@
 """Replacement for fairseq's `MOELayer`, `Top1Gate` and `Top2Gate`: same signatures, semantics and state dicts.
 
-Change `from fairseq.modules.moe import MOELayer, Top1Gate, Top2Gate` to `from expertmesh.integrations.fairseq import ...`;
-fairseq itself is not needed. Gates always compute in FP32, evaluation is deterministic (no sampling of the second expert), and
-padding is excluded from losses and capacity.
+Change `from fairseq.modules.moe import MOELayer, Top1Gate, Top2Gate` to `from expertmesh.integrations.fairseq import
+...`; fairseq itself is not needed. Gates always compute in FP32, evaluation is deterministic (no sampling of the second
+expert), and padding is excluded from losses and capacity.
 """
 
 from typing import Any
@@ -25,9 +25,7 @@ class _Gate(nn.Module):
 
     top_k: int
 
-    def __init__(
-        self, model_dim: int, num_experts: int, eval_fraction: float, factor: float
-    ) -> None:
+    def __init__(self, model_dim: int, num_experts: int, eval_fraction: float, factor: float) -> None:
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.capacity_factor = factor
@@ -61,7 +59,8 @@ class Top1Gate(_Gate):
         super().__init__(model_dim, num_experts, moe_eval_capacity_token_fraction, capacity_factor)
         if input_noise_type is not None:
             raise ConfigError(
-                f"input_noise_type={input_noise_type!r}: has no counterpart; leave it out, or use MoELayer(input_jitter=...)"
+                f"input_noise_type={input_noise_type!r}: has no counterpart; leave it out, or use "
+                "MoELayer(input_jitter=...)"
             )
         self.options = {
             "normalize_weights": "none",
@@ -97,9 +96,7 @@ class Top2Gate(_Gate):
     ) -> None:
         super().__init__(model_dim, num_experts, moe_eval_capacity_token_fraction, 1.0)
         if second_expert_policy not in ("sampling", "all"):
-            raise ConfigError(
-                f"second_expert_policy={second_expert_policy!r}: must be 'sampling' or 'all'; choose one"
-            )
+            raise ConfigError(f"second_expert_policy={second_expert_policy!r}: must be 'sampling' or 'all'; choose one")
         self.options = {
             "normalize_weights": "topk" if normalize_gate_prob_before_dropping else "kept",
             "drop_policy": "priority" if batch_prioritized_routing else "first",
@@ -133,16 +130,15 @@ class MOELayer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(gate, _Gate):
-            raise ConfigError(
-                f"gate is {type_of(gate)}; use Top1Gate or Top2Gate of expertmesh.integrations.fairseq"
-            )
+            raise ConfigError(f"gate is {type_of(gate)}; use Top1Gate or Top2Gate of expertmesh.integrations.fairseq")
         own = experts if isinstance(experts, nn.ModuleList) else nn.ModuleList([experts])
         world = World(group) if dist.is_initialized() else None
         size, position = (1, 0) if world is None else (world.size, world.position)
         num_experts = gate.wg.out_features
         if len(own) * size != num_experts:
             raise ConfigError(
-                f"experts has {len(own)} modules on each of {size} ranks, and the gate {num_experts} experts; they must be as many"
+                f"experts has {len(own)} modules on each of {size} ranks, and the gate {num_experts} experts; they "
+                "must be as many"
             )
         first = position * len(own)
         self.gate, self.experts = gate, own
@@ -152,9 +148,7 @@ class MOELayer(nn.Module):
             num_experts=num_experts,
             top_k=gate.top_k,
             router=_Logits(gate.wg),
-            experts=lambda e: FirstOutput(
-                own[e - first] if first <= e < first + len(own) else None
-            ),
+            experts=lambda e: FirstOutput(own[e - first] if first <= e < first + len(own) else None),
             capacity_factor=gate.capacity_factor,
             eval_capacity_factor=gate.eval_capacity_factor,
             min_capacity=1,
@@ -167,9 +161,7 @@ class MOELayer(nn.Module):
             self.set_deepspeed_parallelism = layer.set_deepspeed_parallelism
         for parameter in own.parameters():
             parameter.expert = True  # type: ignore[attr-defined]
-        self._hidden = (
-            layer,
-        )  # in a tuple: its modules are registered above, under fairseq's names
+        self._hidden = (layer,)  # in a tuple: its modules are registered above, under fairseq's names
         self.metadata: dict[str, Tensor] = {}
         self.register_load_state_dict_pre_hook(keep_where_refused)
 
@@ -183,9 +175,7 @@ class MOELayer(nn.Module):
         self._hidden[0]._apply(fn, recurse)
         return self
 
-    def forward(
-        self, *input: Tensor, input_padding_mask: Tensor | None = None, **unused: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *input: Tensor, input_padding_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, Tensor]:
         """Route every token through its experts.
 
         Args:

@@ -49,9 +49,7 @@ def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_:
 
 
 @_count(_OPERATORS.moe_mlp_backward, _OPERATORS.moe_mlp_backward_into)
-def _moe_mlp_backward(
-    _x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any
-) -> int:
+def _moe_mlp_backward(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any) -> int:
     _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:11]
     need_x, _need_weights, *need_parameters = needs
     again = [w for w, h in zip(w_in, hidden, strict=True) if h[0] == 0]
@@ -91,9 +89,7 @@ def _router_linear(x_TD: Shape, w_ED: Shape, *_: Any, **__: Any) -> int:
 
 
 @_count(_OPERATORS.router_linear_split_grads)
-def _router_gradients(
-    _grad: Shape, x_TD: Shape, w_ED: Shape, need_x: bool, need_w: bool, **_: Any
-) -> int:
+def _router_gradients(_grad: Shape, x_TD: Shape, w_ED: Shape, need_x: bool, need_w: bool, **_: Any) -> int:
     return (need_x + need_w) * 2 * x_TD[0] * prod(w_ED)
 
 

@@ -41,8 +41,7 @@ def save_adapters(
         ConfigError: there are no adapters, or experts are not gated (transformers has only gated ones).
     """
     found = {
-        name: TrainedAdapter(_whole(one.a), _whole(one.b), one.scaling)
-        for name, one in lora.adapters(model).items()
+        name: TrainedAdapter(_whole(one.a), _whole(one.b), one.scaling) for name, one in lora.adapters(model).items()
     }
     if dist.is_initialized() and dist.get_rank() > 0:
         return
@@ -54,8 +53,8 @@ def save_adapters(
 def load_adapters(model: GPT, folder: str | Path) -> int:
     """Load adapters in peft's format onto a model, from peft or `save_adapters`; they are trainable.
 
-    Several modules that are one matrix here become one adapter, whose rank is the sum of their ranks, unless they have the
-    same first factor.
+    Several modules that are one matrix here become one adapter, whose rank is the sum of their ranks, unless they have
+    the same first factor.
 
     Args:
         model: model without adapters, of matching sizes.

@@ -18,9 +18,9 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 class TokenDropout(Keyed):
     """Inverted dropout of the elements of every token in training (Srivastava et al. 2014, 10).
 
-    The mask is a pure function of (seed, step, site, token index, column). One Philox word per token is mixed with the index
-    of every fourth column by a 32-bit integer hash, whose four bytes decide about four columns. On a CPU this takes no longer
-    than drawing random numbers.
+    The mask is a pure function of (seed, step, site, token index, column). One Philox word per token is mixed with the
+    index of every fourth column by a 32-bit integer hash, whose four bytes decide about four columns. On a CPU this
+    takes no longer than drawing random numbers.
 
     Args:
         rate: dropout rate, in [0, 1), rounded to a 256th.
@@ -83,8 +83,6 @@ class AdapterDropout(Keyed):
     Args:
         rate: dropout rate, in [0, 1), rounded to a 65536th.
         site: number of the adapter in its model, below 2^24.
-        places: indices of the tokens of a call.
-        of_head: whether the adapter is the head's, which sees some of the tokens.
     """
 
     noise_samples: Tensor
@@ -113,9 +111,7 @@ class AdapterDropout(Keyed):
         return x.masked_fill(drop_TK.view_as(x), 0) * (65536 / (65536 - self._threshold))
 
 
-def _words(
-    noise_key: Tensor, token_index_T: Tensor, num_bytes: int, *, site: int, stream: int
-) -> Tensor:
+def _words(noise_key: Tensor, token_index_T: Tensor, num_bytes: int, *, site: int, stream: int) -> Tensor:
     """Uniform 32-bit words, (T, W) int32, with at least `num_bytes` bytes per token."""
     words_T1 = random_bits(noise_key, token_index_T, 1, layer_index=site, stream=stream)
     columns = torch.arange(-(-num_bytes // 4), device=words_T1.device, dtype=torch.int32)

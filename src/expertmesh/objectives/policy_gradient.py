@@ -1,7 +1,7 @@
 """Policy-gradient losses of groups of answers: GRPO, Dr. GRPO, DAPO, GSPO, CISPO and RLOO as options of one function.
 
-Tokens are flat: rows R are the tokens of all answers, and `answer_R` says which answer each belongs to. Groups are the G
-answers to a prompt, neighbours among the B * G answers.
+Tokens are flat: rows R are the tokens of all answers, and `answer_R` says which answer each belongs to. Groups are the
+G answers to a prompt, neighbours among the B * G answers.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ def advantages(rewards_BG: Tensor, rl: RLConfig) -> Tensor:
 
     r - mean(group), Shao et al. 2024 (arXiv 2402.03300), eq. 3; with `advantage` loo, r - mean of the group's others
     (RLOO, Ahmadian et al. 2024, arXiv 2402.14740), which is G / (G - 1) times as much. Divided by the unbiased standard
-    deviation of the group's rewards, of the whole batch's (`scale` batch, arXiv 2508.08221), or by nothing (Dr. GRPO, Liu
-    et al. 2025, arXiv 2503.20783). Equal rewards have advantages of exactly 0.
+    deviation of the group's rewards, of the whole batch's (`scale` batch, arXiv 2508.08221), or by nothing (Dr. GRPO,
+    Liu et al. 2025, arXiv 2503.20783). Equal rewards have advantages of exactly 0.
     """
     G = rewards_BG.shape[1]
     found = rewards_BG - rewards_BG.mean(1, keepdim=True)
@@ -41,7 +41,8 @@ def equal_groups(rewards_BG: Tensor) -> Tensor:
 
 
 def soft_length_penalty(lengths: Tensor, rl: RLConfig) -> Tensor:
-    """Penalties in -1 ... 0 of answers of these numbers of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), FP64."""
+    """Penalties in -1 ... 0 of answers of these numbers of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13),
+    FP64."""
     if rl.soft_length is None:
         return torch.zeros(lengths.shape, dtype=torch.float64)
     begin = rl.max_tokens - rl.soft_length
@@ -93,7 +94,8 @@ def policy_losses(logprob_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
 
 
 def kl_estimates(logprob_R: Tensor, reference_R: Tensor) -> Tensor:
-    """Estimates (R,) of the KL divergence to the reference from drawn tokens: r - 1 - log r, r = p_reference / p (Schulman 2020, k3).
+    """Estimates (R,) of the KL divergence to the reference from drawn tokens: r - 1 - log r, r = p_reference / p
+    (Schulman 2020, k3).
 
     They are 0 or above, and 0 where both are equal.
     """
@@ -101,9 +103,7 @@ def kl_estimates(logprob_R: Tensor, reference_R: Tensor) -> Tensor:
     return torch.expm1(log_R) - log_R
 
 
-def with_penalties(
-    loss_R: Tensor, entropies_R: Tensor, kl_R: Tensor | None, rl: RLConfig
-) -> Tensor:
+def with_penalties(loss_R: Tensor, entropies_R: Tensor, kl_R: Tensor | None, rl: RLConfig) -> Tensor:
     """Losses of tokens (R,) plus `kl_beta` times the KL divergence, minus `entropy_coef` times the entropy.
 
     Args:
@@ -127,7 +127,8 @@ def is_clipped(logprob_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
 
 
 def summed(loss_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
-    """Scalar whose quotient by `num_items` is the average loss: DAPO's token mean, GRPO's mean of means, or Dr. GRPO's constant."""
+    """Scalar whose quotient by `num_items` is the average loss: DAPO's token mean, GRPO's mean of means, or Dr. GRPO's
+    constant."""
     if rl.average == "sequence":
         return (loss_R / drawn.length_A[drawn.answer_R]).sum()
     return loss_R.sum() / (rl.max_tokens if rl.average == "constant" else 1)
@@ -141,8 +142,8 @@ def num_items(num_tokens: int, num_answers: int, rl: RLConfig) -> int:
 def corrections(old_R: Tensor, sampled_R: Tensor, drawn: Drawn, rl: RLConfig) -> Tensor:
     """Weights (R,) of tokens that correct the mismatch of rollouts and training.
 
-    token_truncate: min(p_train / p_rollout, C) (Yao et al. 2025, truncated importance sampling); sequence_mask: 1 where the
-    product over the answer is in 1/C ... C, else 0; none: 1.
+    token_truncate: min(p_train / p_rollout, C) (Yao et al. 2025, truncated importance sampling); sequence_mask: 1 where
+    the product over the answer is in 1/C ... C, else 0; none: 1.
 
     Args:
         old_R: (R,) log-probabilities that training computes before the first update.

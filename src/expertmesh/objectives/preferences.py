@@ -1,7 +1,8 @@
 """Losses of preferences between two answers, from the answers' log-probabilities.
 
-lp is an answer's log-probability, the sum over its tokens and its end, n their number, R the reference's log-probability, and
-rho = lp - R; c is the chosen answer and r the rejected one; d = rho_c - rho_r; b is `objective.beta`, e `objective.label_smoothing`.
+lp is an answer's log-probability, the sum over its tokens and its end, n their number, R the reference's
+log-probability, and rho = lp - R; c is the chosen answer and r the rejected one; d = rho_c - rho_r; b is
+`objective.beta`, e `objective.label_smoothing`.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +55,8 @@ def _smoothed(x_B: Tensor, e: float, sign: float) -> Tensor:
 
 
 def sigmoid(answers: PairScores, numbers: LossNumbers) -> Tensor:
-    """-(1 - e) log sigmoid(b d) - e log sigmoid(-b d): DPO (Rafailov et al. 2023, eq. 7), with smoothing cDPO (Mitchell 2023)."""
+    """-(1 - e) log sigmoid(b d) - e log sigmoid(-b d): DPO (Rafailov et al. 2023, eq. 7), with smoothing cDPO (Mitchell
+    2023)."""
     return _smoothed(numbers.beta * _difference(answers.ratios), numbers.label_smoothing, 1.0)
 
 
@@ -110,7 +112,8 @@ def cpo(answers: PairScores, numbers: LossNumbers) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, accurate near 0 and far from it; gradients are finite also at 0, where it is taken just below."""
+    """log(1 - exp(x)) for x < 0, accurate near 0 and far from it; gradients are finite also at 0, where it is taken
+    just below."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -0.6931471805599453
     of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
@@ -142,7 +145,8 @@ def pair_sums(
         loss: its name; the reward of an answer is b rho, and b lp / n for simpo and orpo.
 
     Returns:
-        Sums of: the preference loss; pairs whose chosen answer has the larger reward; rewards and log-probabilities of both
+        Sums of: the preference loss; pairs whose chosen answer has the larger reward; rewards and log-probabilities of
+            both
         answers; entropies; and the numbers of tokens.
     """
     with torch.no_grad():
@@ -164,7 +168,8 @@ def pair_sums(
 
 
 def pair_measures(sums: Mapping[str, float], *, sft_weight: float) -> dict[str, float]:
-    """Means of `pair_sums` with their number of pairs, "items": the loss, with the chosen answers' cross-entropy per token, first."""
+    """Means of `pair_sums` with their number of pairs, "items": the loss, with the chosen answers' cross-entropy per
+    token, first."""
     items, tokens = sums["items"], sums["chosen_tokens"]
     per_pair = {
         name: sums[name] / items

@@ -96,9 +96,7 @@ def _rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return F.rms_norm(x.to(dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-def _norm_and_rope(
-    x_BSXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
-) -> Tensor | None:
+def _norm_and_rope(x_BSXYd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor) -> Tensor | None:
     if not norms.serves(x_BSXYd) or cos.ndim != 2:
         return None
     return norms.norm_and_rope(x_BSXYd.flatten(2, 3), weight, eps=eps, cos=cos, sin=sin)
@@ -130,19 +128,16 @@ def _mlp(
     return with_adapter(_linear(a_TF, w_out_DF, b_out_D), a_TF, adapters[1], _linear)
 
 
-def with_adapter(
-    y: Tensor, x: Tensor, adapter: LowRank | None, linear: Callable[..., Tensor], **how: Any
-) -> Tensor:
-    """Products y (..., N) of rows x (..., K) with one matrix, plus s (x A^T) B^T of its adapter, by a linear operation of an op set."""
+def with_adapter(y: Tensor, x: Tensor, adapter: LowRank | None, linear: Callable[..., Tensor], **how: Any) -> Tensor:
+    """Products y (..., N) of rows x (..., K) with one matrix, plus s (x A^T) B^T of its adapter, by a linear operation
+    of an op set."""
     if adapter is None:
         return y
     low_nr, b_Nr = low_rank_rows(x, adapter, linear, **how)
     return y + linear(low_nr, b_Nr, **how)
 
 
-def low_rank_rows(
-    x: Tensor, adapter: LowRank, linear: Callable[..., Tensor], **how: Any
-) -> tuple[Tensor, Tensor]:
+def low_rank_rows(x: Tensor, adapter: LowRank, linear: Callable[..., Tensor], **how: Any) -> tuple[Tensor, Tensor]:
     """s x A^T (..., r) of rows x (..., K), and B (N, r), of the adapter of one matrix."""
     a_rK, b_Nr = (factor[0].to(x.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     x = x if adapter.drop is None else adapter.drop(x)
@@ -243,12 +238,11 @@ BATCH_INVARIANT_OPS = OpSet(
     attention=partial(attention_in_blocks.attention, is_invariant=True),
     mlp=partial(_of_one_expert, batch_invariant=True),
 )
-"""Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`, section 6."""
+"""Batch-invariant implementations: the order of sums depends on the width of a row only; see `docs/numerics.md`,
+section 6."""
 
 
-def _attends_in_one_way(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible, rule: ScoreRule | None = None
-) -> bool:
+def _attends_in_one_way(q: Tensor, k: Tensor, v: Tensor, visible: Visible, rule: ScoreRule | None = None) -> bool:
     """Whether a call has one way, see `native_linear.is_only_way`: attention to no later key."""
     return visible.is_causal and native_linear.is_only_way(q, k, v)
 
@@ -272,9 +266,7 @@ DEFAULT_OPS = replace(
     TRAINING_OPS,
     **{  # type: ignore[arg-type]
         # no function of a function, which a model could not be pickled with
-        name: partial(
-            _by_the_faster, getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves
-        )
+        name: partial(_by_the_faster, getattr(BATCH_INVARIANT_OPS, name), getattr(TRAINING_OPS, name), serves)
         for name, serves in (_PRODUCTS | _ROWS).items()
     },
 )

@@ -1,4 +1,5 @@
-"""Memory for weights in pages of 2 MB, which a processor walks through faster than 4 KB ones (docs/log.md); on Linux only.
+"""Memory for weights in pages of 2 MB, which a processor walks through faster than 4 KB ones (docs/log.md); on Linux
+only.
 
 Memory is aligned and marked before its first touch, so loading reads into it and nothing is moved afterwards. It is
 zero. Where the system has no such pages it is ordinary memory. Some virtual machines get such pages slowly from their
@@ -29,10 +30,9 @@ _ROOT = Path("/")
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 
 
-def zeros_in_huge_pages(
-    shape: torch.Size, dtype: torch.dtype, *, make: Callable[..., mmap.mmap] = mmap.mmap
-) -> Tensor:
-    """Contiguous zeros on the CPU that loading touches first, in pages of 2 MB where wanted and given (`make` maps them)."""
+def zeros_in_huge_pages(shape: torch.Size, dtype: torch.dtype, *, make: Callable[..., mmap.mmap] = mmap.mmap) -> Tensor:
+    """Contiguous zeros on the CPU that loading touches first, in pages of 2 MB where wanted and given (`make` maps
+    them)."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < LEAST_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -74,9 +74,7 @@ def huge_page_mode(root: Path = _ROOT) -> str:
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
     """Bytes of this process that are in such pages."""
-    found = re.search(
-        r"^AnonHugePages:\s+(\d+) kB$", read_text(root / "proc/self/smaps_rollup"), re.M
-    )
+    found = re.search(r"^AnonHugePages:\s+(\d+) kB$", read_text(root / "proc/self/smaps_rollup"), re.M)
     return int(found[1]) << 10 if found else 0
 
 

@@ -55,10 +55,10 @@ def batch_of_answers(
 
     Returns:
         Inputs and next tokens, (B, G, S) int64, and by name: `is_token` (B, G, S) bool, False for padding; `counts`
-        (B, G, S) bool, whether a target is learned; `drawn` (B, G, S) bool, whether it is the answer's; `sampled` and `old`
-        (B, G, S) its log-probability when it was drawn; `advantage`, `reward`, `is_cut` (B, G); `is_first` (B,) bool,
-        whether the row is in the first update; `experts` (B, G, S, layers, K) int32 if they are replayed, -1 where there
-        is none.
+        (B, G, S) bool, whether a target is learned; `drawn` (B, G, S) bool, whether it is the answer's; `sampled` and
+        `old` (B, G, S) its log-probability when it was drawn; `advantage`, `reward`, `is_cut` (B, G); `is_first` (B,)
+        bool, whether the row is in the first update; `experts` (B, G, S, layers, K) int32 if they are replayed, -1
+        where there is none.
     """
     G = rl.group
     longest = max(len(a.prompt_ids) + len(a.token_ids) for a in answers) - 1

@@ -14,8 +14,8 @@ from expertmesh.runs.run_dir import find_model
 
 
 class Reference:
-    """The weights that a run begins with: the model's own without its adapters, or a second copy, placed as the model is.
-    """
+    """The weights that a run begins with: the model's own without its adapters, or a second copy, placed as the model
+    is."""
 
     def __init__(self, config: GPTRunConfig, model: nn.Module, ranks: Ranks) -> None:
         begin, self._copy = config.train.init_from, None

@@ -1,4 +1,5 @@
-"""Reinforcement learning with a verifier (`objective.name=grpo`): a step samples groups of answers, rewards them and learns."""
+"""Reinforcement learning with a verifier (`objective.name=grpo`): a step samples groups of answers, rewards them and
+learns."""
 
 import hashlib
 import json
@@ -97,7 +98,8 @@ class PolicyTask(AnswerTask):
             self.reference = Reference(self.config, model, begin.ranks)
 
     def enrich(self, model: nn.Module, batch: Batch, step: int, ranks: Ranks) -> Batch:
-        """Answers to the step's prompts as tensors, see `batch_of_answers`; every rank samples and rewards its own part."""
+        """Answers to the step's prompts as tensors, see `batch_of_answers`; every rank samples and rewards its own
+        part."""
         rl, numbers = self.config.rl, batch["prompt"].tolist()
         rows = ranks.rows(0, len(numbers))
         logged: dict[str, list[float]] = {}
@@ -134,7 +136,8 @@ class PolicyTask(AnswerTask):
         if self.silent_steps == SILENT_STEPS:
             _log.warning(
                 Line(
-                    f"the answers to every prompt had equal rewards in {SILENT_STEPS} steps in a row, which teach nothing: "
+                    f"the answers to every prompt had equal rewards in {SILENT_STEPS} steps in a row, which teach "
+                    "nothing: "
                     f"look at {named('reward.functions')} and at samples ({named('train.sample_every')}), "
                     f"or raise {named('rl.group')}"
                 )
@@ -160,9 +163,7 @@ class PolicyTask(AnswerTask):
         each = [prompt for prompt in prompts for _ in range(self.config.rl.group)]
         texts, values, rewards = self._rewarded(outputs, each, step, log)
         return [
-            DrawnAnswer.of(
-                output, reward=reward, text=text, values={name: values[name][i] for name in values}
-            )
+            DrawnAnswer.of(output, reward=reward, text=text, values={name: values[name][i] for name in values})
             for i, (output, text, reward) in enumerate(zip(outputs, texts, rewards, strict=True))
         ]
 
@@ -255,14 +256,13 @@ class PolicyTask(AnswerTask):
             flat = part.positions(experts.flatten(0, 1)).flatten(0, 1).long()
             nums = [num for num in self.config.model.experts_per_layer() if num]
             each = (flat[:, layer].contiguous() for layer in range(flat.shape[1]))
-            replay = replaying(
-                model, [ids.where(ids >= 0, num) for ids, num in zip(each, nums, strict=True)]
-            )
+            replay = replaying(model, [ids.where(ids >= 0, num) for ids, num in zip(each, nums, strict=True)])
         with replay:
             return self.scores(model, batch, part)
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
-        """Loss of the policy, see `policy_losses`; in exact mode the first update's log-probabilities are compared to the bit."""
+        """Loss of the policy, see `policy_losses`; in exact mode the first update's log-probabilities are compared to
+        the bit."""
         rl, more = self.config.rl, named_tensors(batch)
         num_learned = int(more["counts"].sum())
         part = Part(part.step, part.rows, part.ranks, num_learned)
@@ -302,9 +302,7 @@ class PolicyTask(AnswerTask):
             sums["kl"] = kl_R.detach().sum()
         return loss_once(Loss(total, found.stats, sums), part.ranks)
 
-    def _checked_gap(
-        self, logprob_R: Tensor, sampled_R: Tensor, found: AnswerScores, batch: Batch
-    ) -> Tensor:
+    def _checked_gap(self, logprob_R: Tensor, sampled_R: Tensor, found: AnswerScores, batch: Batch) -> Tensor:
         """Largest difference between log-probabilities of training and of rollouts; ConfigError unless it is 0."""
         gap_R = (logprob_R - sampled_R).abs()
         differs_R = gap_R > 0
@@ -313,8 +311,10 @@ class PolicyTask(AnswerTask):
         row = int(gap_R.argmax())
         place = int(found.rows_R[row]) % found.shape[2]
         raise ConfigError(
-            f"{named('rl.exact', True)}: {int(differs_R.sum())} of {len(gap_R)} tokens have other log-probabilities in training than"
-            f" in rollouts; the largest difference is {float(gap_R[row]):.3g} (token {int(batch[1].flatten()[found.rows_R[row]])} at position"
+            f"{named('rl.exact', True)}: {int(differs_R.sum())} of {len(gap_R)} tokens have other log-probabilities "
+            "in training than"
+            f" in rollouts; the largest difference is {float(gap_R[row]):.3g} (token "
+            f"{int(batch[1].flatten()[found.rows_R[row]])} at position"
             f" {place + 1} of answer {int(found.answers[row])}); use {named('rl.exact', False)}, and report it"
         )
 
@@ -367,9 +367,7 @@ class PolicyTask(AnswerTask):
             return {"loss": -found["reward"], **found}
         learned = sums["learned"] or 1.0
         found |= {name: sums[name] / sums["prompts"] for name in ("reward_std", "equal_groups")}
-        found |= {
-            name: sums[name] / learned for name in ("entropy", "clipped", "kl") if name in sums
-        }
+        found |= {name: sums[name] / learned for name in ("entropy", "clipped", "kl") if name in sums}
         found |= {
             "mismatch_max": sums["mismatch_max"],
             "mismatch_k3": sums["mismatch_k3"] / learned,

@@ -1,4 +1,5 @@
-"""Reward functions of users: loaded by name, called with TRL's keywords, checked; a mistake in one is an error of one line."""
+"""Reward functions of users: loaded by name, called with TRL's keywords, checked; a mistake in one is an error of one
+line."""
 
 import asyncio
 import hashlib
@@ -88,9 +89,7 @@ def _find(spec: str, forbidden: Path | None) -> RewardFunction:
     match = _SPEC.fullmatch(spec)
     if match is None or not (match["weight"] is None or _is_number(match["weight"])):
         known = ", ".join(OWN)
-        rule = (
-            f"is neither FILE.py:NAME, package.module:NAME, {known}, nor one of them with a weight"
-        )
+        rule = f"is neither FILE.py:NAME, package.module:NAME, {known}, nor one of them with a weight"
         raise ConfigError(OPTION, spec, rule, "for example rewards.py:correct:0.5")
     place, name = match["place"], match["name"]
     is_file = place.endswith(".py")
@@ -208,16 +207,15 @@ def check_columns(functions: Sequence[RewardFunction], columns: Collection[str])
     """Check, before an answer is written, that functions get what they ask for by name, and data what they name."""
     if hidden := sorted(_KEYWORDS & set(columns)):
         raise ConfigError(
-            f"{named('data.path')}: has a column {hidden[0]!r}, which reward functions know as something else; rename the column"
+            f"{named('data.path')}: has a column {hidden[0]!r}, which reward functions know as something else; rename "
+            "the column"
         )
     for one in functions:
         for name, parameter in _parameters(one).items():
             is_needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
             if is_needed and name not in _KEYWORDS and name not in columns:
                 known = ", ".join(sorted(columns)) or "none"
-                raise one.failed(
-                    f"needs a column {name!r}, and the data's are: {known}; name one so"
-                )
+                raise one.failed(f"needs a column {name!r}, and the data's are: {known}; name one so")
 
 
 _KEYWORDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}

@@ -1,4 +1,5 @@
-"""The whole model in this process, for sampling: the trainer's own, or on several ranks a copy of its gathered tensors."""
+"""The whole model in this process, for sampling: the trainer's own, or on several ranks a copy of its gathered
+tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +28,7 @@ def whole_model(model: nn.Module, builder: ModelBuilder, ranks: Ranks) -> Iterat
         return
     first = next(model.parameters())
     as_packed = partial(_pack, like=model)
-    whole = builder.build_spread(
-        as_packed, device=first.device, dtype=first.dtype, is_read_next=True
-    )
+    whole = builder.build_spread(as_packed, device=first.device, dtype=first.dtype, is_read_next=True)
     named = whole.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -40,9 +39,7 @@ def whole_model(model: nn.Module, builder: ModelBuilder, ranks: Ranks) -> Iterat
 
 def _pack(model: nn.Module, *, like: nn.Module) -> None:
     """Give experts the format that another model's have, with tensors of all ranks' sizes."""
-    for (_, _, own), (_, _, theirs) in zip(
-        grouped_layers(model), grouped_layers(like), strict=True
-    ):
+    for (_, _, own), (_, _, theirs) in zip(grouped_layers(model), grouped_layers(like), strict=True):
         if theirs.format == "dense":
             continue
         room = {

@@ -1,4 +1,5 @@
-"""Paths of a run's data: whole ones from its start; relative ones of older runs are looked for where they were trained."""
+"""Paths of a run's data: whole ones from its start; relative ones of older runs are looked for where they were
+trained."""
 
 import glob
 import re

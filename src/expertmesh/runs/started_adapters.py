@@ -1,4 +1,5 @@
-"""Adapters that a run begins with (`adapter.init_from`): the factors of a run's checkpoint or of a folder of peft, at the run's own rank and scale."""
+"""Adapters that a run begins with (`adapter.init_from`): the factors of a run's checkpoint or of a folder of peft, at
+the run's own rank and scale."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,8 @@ _OPTION = "adapter.init_from"
 
 
 class _Known(NamedTuple):
-    """Adapters of a folder: factors by the names of the adapted parameters, and the folder and digest of their base, if they are known."""
+    """Adapters of a folder: factors by the names of the adapted parameters, and the folder and digest of their base, if
+    they are known."""
 
     factors: dict[str, Factors]
     base: Path | None
@@ -40,15 +42,8 @@ class _Known(NamedTuple):
 class StartedFactors:
     """Factors of a run's new adapters, the first directions of which are loaded ones; a `TensorSource`.
 
-    W + s B A stays as loaded: the second factors take the ratio of the scales, and are zero in new directions. A parameter without a loaded adapter has a new one.
-
-    Args:
-        config: configuration of the run.
-        base: the model that the adapters are on.
-
-    Raises:
-        ConfigError: the folder has no adapters, adapters of another base, on other parameters, or of a higher rank.
-        CheckpointError: a tensor is missing, extra, of another shape, or not finite.
+    W + s B A stays as loaded: the second factors take the ratio of the scales, and are zero in new directions. A
+    parameter without a loaded adapter has a new one.
     """
 
     def __init__(self, config: RunConfig, base: Run) -> None:
@@ -61,10 +56,7 @@ class StartedFactors:
         names = check_targets(config.adapter, self._spec)
         found = _read(self.path, base.config.model)
         _check_base(found, base, where=self.path)
-        self._known = {
-            name: self._fitting(name, own, is_target=name in names)
-            for name, own in found.factors.items()
-        }
+        self._known = {name: self._fitting(name, own, is_target=name in names) for name, own in found.factors.items()}
         self.tensors: Mapping[str, Stored] = {
             f"{factor_prefix(name)}.{which}": Stored(tuple(factor.shape), factor.dtype)
             for name in names
@@ -81,9 +73,7 @@ class StartedFactors:
 
     def _rank_of(self, one: Parameter) -> int:
         options: AdapterConfig = self._config.adapter
-        return (
-            options.expert_rank_of(self._spec.experts_per_token) if one.is_expert else options.rank
-        )
+        return options.expert_rank_of(self._spec.experts_per_token) if one.is_expert else options.rank
 
     def _fresh(self, name: str, device: str) -> Adapter:
         """The new adapter of a parameter, without values."""
@@ -112,11 +102,7 @@ class StartedFactors:
         return {"a": adapter.a.detach(), "b": adapter.b.detach()}
 
     def _fitting(self, name: str, own: Factors, *, is_target: bool) -> Factors:
-        """The loaded factors of a parameter, one for all experts where the run has one for all.
-
-        Raises:
-            ConfigError: the run's adapters have no place for them.
-        """
+        """The loaded factors of a parameter, one for all experts where the run has one for all."""
         options, one = self._config.adapter, self._spec.by_name[name]
         if not is_target:
             rule = f"has an adapter on {name}, which is none of {named('adapter.targets', ' '.join(options.targets))}"
@@ -135,11 +121,7 @@ class StartedFactors:
 
 
 def _read(folder: Path, model: ModelConfig) -> _Known:
-    """Adapters of a folder of peft, or of the newest undamaged checkpoint of a run.
-
-    Raises:
-        ConfigError: it has none, or more than adapters has learned.
-    """
+    """Adapters of a folder of peft, or of the newest undamaged checkpoint of a run."""
     if (folder / CONFIG).is_file():
         files = read_adapter_files(folder)
         named_base = files.values.get("base_model_name_or_path")
@@ -167,11 +149,7 @@ def _read(folder: Path, model: ModelConfig) -> _Known:
 
 
 def _check_base(found: _Known, base: Run, *, where: Path) -> None:
-    """Refuse adapters of another base, where it is known.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Refuse adapters of another base, where it is known."""
     if found.base is None:
         return
     digest = found.digest or _digest(find_model(found.base))

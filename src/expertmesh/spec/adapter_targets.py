@@ -41,16 +41,10 @@ def is_adaptable(one: Parameter) -> bool:
 
 def adaptable(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Names of transformers' modules of each parameter that may have an adapter, by its name."""
-    return {
-        one.name: tuple(name.removesuffix(".weight") for name in one.hub)
-        for one in spec
-        if is_adaptable(one)
-    }
+    return {one.name: tuple(name.removesuffix(".weight") for name in one.hub) for one in spec if is_adaptable(one)}
 
 
-def targeted(
-    parts: Mapping[str, Sequence[str]], targets: Sequence[str], *, option: str = "targets"
-) -> list[str]:
+def targeted(parts: Mapping[str, Sequence[str]], targets: Sequence[str], *, option: str = "targets") -> list[str]:
     """Names of the parameters that some targets stand for.
 
     Args:
@@ -98,11 +92,7 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
 
 
 def check_dropout(dropout: float, names: Sequence[str], *, option: str = "dropout") -> None:
-    """Refuse dropout of the inputs of routed experts' adapters, as peft does.
-
-    Raises:
-        ConfigError: there are such adapters.
-    """
+    """Refuse dropout of the inputs of routed experts' adapters, as peft does."""
     experts = next((name for name in names if kind_of(name) == "experts"), None)
     if dropout and experts is not None:
         rule = f"is of adapters of dense matrices only, and {experts} is of routed experts"
@@ -110,9 +100,7 @@ def check_dropout(dropout: float, names: Sequence[str], *, option: str = "dropou
         raise ConfigError(option, dropout, rule, fix)
 
 
-def check_rank(
-    rank: int, shape: Sequence[int], *, of: str, is_stack: bool, option: str = "rank"
-) -> None:
+def check_rank(rank: int, shape: Sequence[int], *, of: str, is_stack: bool, option: str = "rank") -> None:
     """Refuse adapters of a higher rank than the matrices have.
 
     Args:
@@ -154,7 +142,5 @@ def _choices(parts: Mapping[str, Sequence[str]]) -> str:
     for name, modules in parts.items():
         kind = found.setdefault(str(kind_of(name)), {})
         kind |= dict.fromkeys(own.rpartition(".")[2] for own in (*modules, *_wholes(name)))
-    texts = (
-        f"{kind} ({', '.join(n for n in names if n != 'weight')})" for kind, names in found.items()
-    )
+    texts = (f"{kind} ({', '.join(n for n in names if n != 'weight')})" for kind, names in found.items())
     return ", ".join(texts) or "none"

@@ -45,7 +45,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     step = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
     if trunk.optim.schedule != "wsd":
         raise ConfigError(
-            f"{option}: has {named('optim.schedule', trunk.optim.schedule)}, whose rate is never constant; use a run with wsd"
+            f"{option}: has {named('optim.schedule', trunk.optim.schedule)}, whose rate is never constant; use a run "
+            "with wsd"
         )
     latest = decay_start(total_steps=trunk.total_schedule_steps, config=trunk.optim)
     if step > latest:
@@ -57,8 +58,10 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     if step not in paths:
         kept = ", ".join(str(s) for s in paths if s <= latest) or "none"
         raise ConfigError(
-            f"{option}: has no checkpoint of step {step}, where this run's decay begins (kept: {kept}); train the trunk with "
-            f"{named('train.keep_every')}, or choose {named('train.steps')} and {named('optim.decay_fraction')} so that "
+            f"{option}: has no checkpoint of step {step}, where this run's decay begins (kept: {kept}); train the "
+            "trunk with "
+            f"{named('train.keep_every')}, or choose {named('train.steps')} and {named('optim.decay_fraction')} so "
+            "that "
             f"{named('train.steps')} (1 - decay_fraction) is one"
         )
     if (problem := find_damage(paths[step])) is not None:
@@ -70,8 +73,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
 
 
 def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) -> None:
-    """Check that a trunk reached its checkpoint like a run of this configuration; it may have been resumed with other options.
-    """
+    """Check that a trunk reached its checkpoint like a run of this configuration; it may have been resumed with other
+    options."""
     step, total = step_of(path), config.total_schedule_steps
     fix = "leave it before, or train another trunk"
     option = named("train.branch_from", folder.path)

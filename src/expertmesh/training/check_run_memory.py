@@ -9,15 +9,14 @@ from expertmesh.runs.check_memory import FAR, largest_size, memory_of_process
 from expertmesh.training.teacher import teacher_bytes
 
 
-def check_run_memory(
-    family: Family, config: RunConfig, device: torch.device, *, num_ranks: int
-) -> None:
+def check_run_memory(family: Family, config: RunConfig, device: torch.device, *, num_ranks: int) -> None:
     """Check that weights, gradients, optimizer, teacher and activations fit in memory.
 
     Args:
         family: predicts the costs of the run; without a prediction the check is skipped.
     """
-    # weights that learn are FP32 in any case; what rests under adapters has the type of the products, if unknown the smaller
+    # weights that learn are FP32 in any case; what rests under adapters has the type of the products, if unknown the
+    # smaller
     given = config.train.dtype if config.adapter.rests else "float32"
     kind = "bfloat16" if given == "auto" else given
     costs = family.costs_of(config, num_ranks=num_ranks, dtype=kind)
@@ -45,15 +44,15 @@ def check_run_memory(
             whole,
             FAR * memory,
             "all and activations",
-            f"lower {named('train.micro_batch_size')}"
-            + (f", or {named('data.seq_len')}" if has_seq_len else ""),
+            f"lower {named('train.micro_batch_size')}" + (f", or {named('data.seq_len')}" if has_seq_len else ""),
         ),
     ):
         if needed > limit:
             share = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
             raise ConfigError(
                 *(largest_size(family, config) if needed is fixed else batch),
-                f"too large for memory: {costs.parameters:,} parameters; {what}{share} take {needed / 2**30:,.1f} GiB, {where} has"
+                f"too large for memory: {costs.parameters:,} parameters; {what}{share} take {needed / 2**30:,.1f} "
+                f"GiB, {where} has"
                 f" {memory / 2**30:,.1f} GiB",
                 f"{fix} (train --dry-run shows the parts)",
             )

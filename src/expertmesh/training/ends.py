@@ -1,4 +1,5 @@
-"""Early ends of a run that its configuration asks for: a time limit (`max_time`), or no better evaluation (`patience`)."""
+"""Early ends of a run that its configuration asks for: a time limit (`max_time`), or no better evaluation
+(`patience`)."""
 
 import math
 import time
@@ -39,8 +40,8 @@ class Ends:
         return f"validation {name} below {self._best:.4f}"
 
     def badness(self, found: Mapping[str, float]) -> float:
-        """Measure of an evaluation by which checkpoints are compared (`best_by`), with its sign changed where more is better.
-        """
+        """Measure of an evaluation by which checkpoints are compared (`best_by`), with its sign changed where more is
+        better."""
         name = self._config.best_by
         if name not in found:
             known = f"known: {', '.join(found)}"
@@ -53,12 +54,11 @@ class Ends:
 
     def saved(self, seconds: float) -> None:
         """Record the seconds of a complete save."""
-        self._slowest_save_s = max(
-            seconds, 0.0 if math.isnan(self._slowest_save_s) else self._slowest_save_s
-        )
+        self._slowest_save_s = max(seconds, 0.0 if math.isnan(self._slowest_save_s) else self._slowest_save_s)
 
     def heard(self, losses: Iterable[float]) -> None:
-        """Record the losses of evaluations, or other values of which less is better; a non-finite one is never an improvement."""
+        """Record the losses of evaluations, or other values of which less is better; a non-finite one is never an
+        improvement."""
         for loss in losses:
             is_better = loss < self._best
             self._best = loss if is_better else self._best

@@ -70,9 +70,7 @@ def evaluate(
     return task.evaluation(dict(zip(names, totals, strict=True)))
 
 
-def on_device(
-    value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def on_device(value: Tensor | float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
     """A sum as a tensor, without its gradient; a host number is filled in, because copying it would synchronize."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype)

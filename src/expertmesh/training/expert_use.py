@@ -53,9 +53,7 @@ def use_of_experts(
 ) -> ExpertUse:
     """Record of a step."""
     labels = distinct(labels)
-    left = iter(
-        [value if math.isfinite(value) else 0.0 for value in sums]
-    )  # a diverged run has non-finite sums
+    left = iter([value if math.isfinite(value) else 0.0 for value in sums])  # a diverged run has non-finite sums
 
     def take(count: int) -> list[float]:
         return [next(left) for _ in range(count)]

@@ -43,9 +43,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     checkpoint = find_checkpoint(source)
     state = read_run_state(checkpoint, "step", "config")
     weights = checkpoint_weights(checkpoint)
-    tensors = [
-        FileTensor(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())
-    ]
+    tensors = [FileTensor(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())]
     texts = {
         "format": "pt",
         "step": str(state["step"]),
@@ -65,7 +63,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
             "output",
             output,
             "is a folder",
-            f"name a file, for example {output / 'model.safetensors'} (a folder for transformers: {command('convert')})",
+            f"name a file, for example {output / 'model.safetensors'} (a folder for transformers: "
+            f"{command('convert')})",
         )
     if str(output) == "-" or (output.exists() and not output.is_file()):
         raise ConfigError(

@@ -27,7 +27,8 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     parallel, train_config = task.config.parallel, task.config.train
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
         raise ConfigError(
-            f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on its "
+            f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on "
+            "its "
             f"host; use {named('train.device', 'cuda')}"
         )
     if ranks.size == 1:
@@ -41,9 +42,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         if parallel.tp_degree > 1:
             among = f"{parts} groups of {parallel.tp_degree} ranks"
         near = max(size // parts, 1) * parts
-        raise ConfigError(
-            f"train.{name}", size, f"must divide evenly over {among}", f"nearest below: {near}"
-        )
+        raise ConfigError(f"train.{name}", size, f"must divide evenly over {among}", f"nearest below: {near}")
 
 
 def _check_alone(parallel: ParallelConfig) -> None:
@@ -63,6 +62,5 @@ def _check_alone(parallel: ParallelConfig) -> None:
         f"parallel.{name}",
         degree,
         "there is one rank",
-        "start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, "
-        f"give {alone}",
+        f"start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, give {alone}",
     )

@@ -1,4 +1,5 @@
-"""Fused gate and up projections: detection of two matrices stored as one parameter, which Muon must treat separately."""
+"""Fused gate and up projections: detection of two matrices stored as one parameter, which Muon must treat
+separately."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -6,7 +7,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 Halves = Literal["rows", "columns", "row pairs", "column pairs"]
-"""Layout of the two matrices in (..., A, B): first and last half of the rows or columns, or alternating rows or columns."""
+"""Layout of the two matrices in (..., A, B): first and last half of the rows or columns, or alternating rows or
+columns."""
 _AXES: dict[Halves, tuple[int, tuple[int, int], int]] = {
     "rows": (-2, (2, -1), -3),
     "row pairs": (-2, (-1, 2), -2),

@@ -1,7 +1,8 @@
-"""Freed memory of glibc's heap: kept from step to step, and given back where the heap has grown too ragged to use it again.
+"""Freed memory of glibc's heap: kept from step to step, and given back where the heap has grown too ragged to use it
+again.
 
-Without the first, page faults take up to a third of a training step on the CPU. Without the second, a heap whose blocks change
-their sizes with each step's routing grows for as long as the run lasts.
+Without the first, page faults take up to a third of a training step on the CPU. Without the second, a heap whose blocks
+change their sizes with each step's routing grows for as long as the run lasts.
 """
 
 import ctypes
@@ -27,8 +28,8 @@ def _of_glibc(name: str) -> Any:
 def keep_freed_memory() -> bool:
     """Tell glibc's allocator to keep freed blocks for the next step instead of giving them back to the system.
 
-    Otherwise every large tensor is mapped, zeroed page by page by the kernel, and unmapped in every step. Results do not
-    change. The setting is process-wide and is not undone.
+    Otherwise every large tensor is mapped, zeroed page by page by the kernel, and unmapped in every step. Results do
+    not change. The setting is process-wide and is not undone.
 
     Returns:
         Whether the settings were accepted; False if the allocator is not glibc's.
@@ -46,7 +47,8 @@ def anonymous_bytes() -> int:
 
 
 class HeapTrim:
-    """Gives the freed pages of the heap back after a step that left the process 1.15 times as large as it needs to be."""
+    """Gives the freed pages of the heap back after a step that left the process 1.15 times as large as it needs to
+    be."""
 
     def __init__(
         self,

@@ -43,14 +43,6 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
     """Configuration with the options that the weights of `train.init_from` determine, if it is set.
 
     A resumed run has these options saved; the other run need not exist any more.
-
-    Args:
-        config: configuration of the run.
-        family: family of the run.
-
-    Raises:
-        ConfigError: the path is not a run, is of another family, or the family does not support init_from.
-        CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     begin = config.train.init_from
     if begin is None:
@@ -78,21 +70,12 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
     return found.updated({"train.init_from": begin})
 
 
-def run_of_init_from(
-    config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks
-) -> Run | None:
-    """Run or hub model of `train.init_from`, checked to be complete before work that takes long; None: not set, or resumed.
+def run_of_init_from(config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks) -> Run | None:
+    """Run or hub model of `train.init_from`, checked to be complete before work that takes long; None: not set, or
+    resumed.
 
     Args:
-        config: configuration of the run.
-        family: family of both runs.
-        run_dir: directory of the run; if it has a checkpoint, the run resumes from it.
         ranks: ranks that share the reading; every one must call.
-
-    Raises:
-        ConfigError: the run does not exist.
-        CheckpointError: it has no usable checkpoint, or a file is missing.
-        PeerError: another rank failed.
     """
     begin = config.train.init_from
     if begin is None:
@@ -135,16 +118,7 @@ def _can_go_on(own: RunDir, family: Family) -> bool:
 
 
 def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Check that a language model can be saved as a run like another run.
-
-    Args:
-        model: model to be saved.
-        tokenizer: tokenizer of the model.
-        config: configuration of the other run.
-
-    Raises:
-        ConfigError: it cannot be saved, with the reason.
-    """
+    """Check that a language model can be saved as a run like another run."""
     wanted: Any = getattr(config, "model", None)
     if not isinstance(model, LanguageModel) or type(model.config) is not type(wanted):
         raise ConfigError(
@@ -152,7 +126,8 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
         )
     if not isinstance(tokenizer, Tokenizer) or tokenizer.get_vocab_size() > model.vocab_size:
         raise ConfigError(
-            f"tokenizer: is {type_of(tokenizer)}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
+            f"tokenizer: is {type_of(tokenizer)}, or has more tokens than the model's {model.vocab_size}; give the "
+            "model's, and "
             "add tokens to both with add_tokens"
         )
     for layer in model.modules():
@@ -161,18 +136,11 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     refuse_adapters(model)
     for _, _, experts in grouped_layers(model):
         if experts.format != "dense":
-            raise ConfigError(
-                f"model has {experts.format} experts; give the one that was quantised"
-            )
+            raise ConfigError(f"model has {experts.format} experts; give the one that was quantised")
 
 
 def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
-    """Files beside a tokenizer that a run with a changed tokenizer keeps, by their names there.
-
-    Args:
-        folder: a run directory or hub folder.
-        tokenizer: file of the changed tokenizer, which replaces copies of the old one.
-    """
+    """Files beside a tokenizer that a run with a changed tokenizer keeps, by their names there."""
     extras = folder / EXTRAS
     kept = {f"{EXTRAS}/{name}": path for name, path in files_in(extras).items()}
     kept |= hub_files(folder)
@@ -180,28 +148,18 @@ def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
 
 
 def save_as_run(
-    model: nn.Module,
+    model: nn.Module,  # the model that the configuration describes, whole
     config: RunConfig,
     *,
-    recipe: str,
-    files: Mapping[str, Path],
+    recipe: str,  # name kept with the run
+    files: Mapping[str, Path],  # files of the run by their names there, for example "tokenizer.json"
     make: Make | None = None,
 ) -> Path:
     """Write a model as the run directory `config.train.run_dir`.
 
     Args:
-        model: the model that the configuration describes, whole.
-        config: configuration of the run.
-        recipe: name kept with the run.
-        files: files of the run by their names there, for example "tokenizer.json".
         make: for a model on the meta device, returns each tensor by its name in the state dict while it is written, so
             memory holds one at a time.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        ConfigError: the run directory exists already.
     """
     run_dir = RunDir(config.train.run_dir)
     new_folder("folder", run_dir.path)

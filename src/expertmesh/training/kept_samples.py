@@ -17,9 +17,7 @@ Sampler = Callable[[Task, nn.Module, Data, Precision], Sequence[Mapping[str, Any
 """Writes samples of a model in training: (task, model, data, precision) -> for each sample its "prompt" and "text"."""
 
 
-def check_samples(
-    config: RunConfig, family: Family, sampler: Sampler | None, *, num_ranks: int
-) -> None:
+def check_samples(config: RunConfig, family: Family, sampler: Sampler | None, *, num_ranks: int) -> None:
     """Raise ConfigError if `train.sample_every` is set and nobody can write samples."""
     every = config.train.sample_every
     if every is None:

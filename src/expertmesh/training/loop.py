@@ -54,37 +54,24 @@ class TrainResult:
     """Result of a call of `train`.
 
     Attributes:
-        run_dir: run directory.
-        step: number of optimizer steps done in all.
-        items: tokens, or the family's unit, trained on in all.
-        seconds: wall time of all steps, without evaluations and saves.
-        resumed_from: number of steps done before this call.
-        initial_evaluation: evaluation before the first step; None if missing in metrics.jsonl.
-        evaluation: last evaluation; None if there was none yet.
-        skipped_steps: steps whose update was skipped.
-        stopped_by: signal that ended the call early, or None.
-        checkpoint: newest checkpoint, or None.
-        is_leader: whether this process is rank 0.
-        evaluated_at: step of `evaluation`, or None; a run that was stopped may have ended later.
         ended_early: option that ended the call before its last step, or None: "max_time" (the run can be resumed) or
             "patience" (it is finished).
-        metric: metric of the run's evaluations; None: the family's.
     """
 
     run_dir: Path
-    step: int
-    items: int
-    seconds: float
-    resumed_from: int
-    initial_evaluation: Evaluation | None
-    evaluation: Evaluation | None
-    skipped_steps: int
-    stopped_by: signal.Signals | None
-    checkpoint: Path | None
-    is_leader: bool = True
-    evaluated_at: int | None = None
+    step: int  # number of optimizer steps done in all
+    items: int  # tokens, or the family's unit, trained on in all
+    seconds: float  # wall time of all steps, without evaluations and saves
+    resumed_from: int  # number of steps done before this call
+    initial_evaluation: Evaluation | None  # evaluation before the first step; None if missing in metrics.jsonl
+    evaluation: Evaluation | None  # last evaluation; None if there was none yet
+    skipped_steps: int  # steps whose update was skipped
+    stopped_by: signal.Signals | None  # signal that ended the call early, or None
+    checkpoint: Path | None  # newest checkpoint, or None
+    is_leader: bool = True  # whether this process is rank 0
+    evaluated_at: int | None = None  # step of `evaluation`, or None; a run that was stopped may have ended later
     ended_early: EarlyEnd | None = None
-    metric: Metric | None = None
+    metric: Metric | None = None  # metric of the run's evaluations; None: the family's
 
 
 def train(
@@ -127,9 +114,7 @@ def train(
         return _run(plan, stack, console, trackers)
 
 
-def _run(
-    plan: RunPlan, stack: ExitStack, console: Console | None, trackers: Sequence[Tracker]
-) -> TrainResult:
+def _run(plan: RunPlan, stack: ExitStack, console: Console | None, trackers: Sequence[Tracker]) -> TrainResult:
     """Resume, run all remaining steps, and sum up."""
     trainer = plan.ranks.on_all(lambda: _Trainer(plan))
     stop = stack.enter_context(StopRequest())
@@ -158,7 +143,8 @@ class _Trainer:
         self.evaluated_step = -1
 
     def resume(self) -> int:
-        """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps done."""
+        """Load the newest good checkpoint, the trunk's checkpoint, or initial weights; returns the number of steps
+        done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         trunk = self.plan.trunk
@@ -170,9 +156,7 @@ class _Trainer:
                 load_start(self.plan.begin, self.task, self.state, self.data)
             return 0
         values = read_run_state(path)
-        self.ranks.on_rank0(
-            lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
-        )
+        self.ranks.on_rank0(lambda: check_same_run(values["config"], self.config, family=self.family, where=path))
         self.ranks.on_rank0(lambda: check_same_data(values["data_key"], self.data, where=path))
         self.ranks.on_rank0(lambda: check_files(self.data.files, values, self.family, where=path))
         self.ranks.on_all(lambda: self.state.load(path))
@@ -258,7 +242,8 @@ class _Trainer:
         self._say_end(stop, report, first)
 
     def _must_end(self, stop: StopRequest) -> bool:
-        """Whether a rank was asked to stop, a user's tracker failed, time is up, or evaluations have stopped improving; every rank must call."""
+        """Whether a rank was asked to stop, a user's tracker failed, time is up, or evaluations have stopped improving;
+        every rank must call."""
         if self.ends.has_no_patience():
             return True
         ends_here = stop.signal is not None or self.trackers.error is not None
@@ -278,19 +263,16 @@ class _Trainer:
         return [self.ends.badness(one) for one in (*first, *evaluations(lines)) if "loss" in one]
 
     def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
-        """Report why the run stopped, and non-finite last steps, which are not saved.
-
-        Raises:
-            TrainingDivergedError: the last steps were not finite, and no step of this call changed a weight or there is
-                no checkpoint.
-        """
+        """Report why the run stopped, and non-finite last steps, which are not saved."""
         config, progress, paths = self.config.train, self.state.progress, self._checkpoints()
         bad = progress.bad_steps_in_row
         kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
         if stop.signal is None and bad and (bad >= progress.step - first or not paths):
             raise TrainingDivergedError(
-                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or gradient and "
-                f"changed nothing; {kept}; lower {named('optim.lr')} or the initial weights ({named('model.init_std')}), or "
+                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or "
+                "gradient and "
+                f"changed nothing; {kept}; lower {named('optim.lr')} or the initial weights "
+                f"({named('model.init_std')}), or "
                 f"use {named('train.dtype', 'float32')}"
             )
         saved = f"saved in {self.store.folder}"
@@ -303,18 +285,13 @@ class _Trainer:
             )
         elif self.ended_early == "max_time":
             report.last_word(
-                f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; continue with"
+                f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; "
+                "continue with"
                 f" {named('train.resume', 'auto')}"
             )
         elif self.ended_early == "patience":
-            count = (
-                "an evaluation"
-                if config.patience == 1
-                else f"{config.patience} evaluations in a row"
-            )
-            report.last_word(
-                f"done after step {progress.step}: {count} had no {self.ends.best_text}, {saved}"
-            )
+            count = "an evaluation" if config.patience == 1 else f"{config.patience} evaluations in a row"
+            report.last_word(f"done after step {progress.step}: {count} had no {self.ends.best_text}, {saved}")
         elif bad:
             report.last_word(saved)
 
@@ -328,9 +305,7 @@ class _Trainer:
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
         self.pace.begin()
-        lr = learning_rate(
-            progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
-        )
+        lr = learning_rate(progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim)
         result = self._update(lr)
         seconds = time.perf_counter() - began
         progress.seconds += seconds
@@ -403,7 +378,8 @@ class _Trainer:
         paths = self._checkpoints()
         good = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved"
         raise TrainingDivergedError(
-            f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; {good}; "
+            f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; "
+            f"{good}; "
             f"lower {named('optim.lr')} or use {named('train.dtype', 'float32')}"
         )
 
@@ -447,9 +423,7 @@ class _Trainer:
         self.store.save(
             progress.step,
             self.state.tensors(),
-            self.state.values(
-                self.config, recipe=self.plan.recipe, data_key=self.data.key, files=self.hashes
-            ),
+            self.state.values(self.config, recipe=self.plan.recipe, data_key=self.data.key, files=self.hashes),
             eval_loss=None if evaluation is None else self.ends.badness(evaluation),
         )
         self.saved_step = progress.step

@@ -23,9 +23,7 @@ def lost_rows(metrics: Path, experts: Path, *, first: int, last: int) -> str:
     missing = sorted(set(range(first + 1, last + 1)) - {row["step"] for row in rows})
     said = []
     if missing:
-        said.append(
-            f"{metrics.name} lacks {len(missing)} of {last - first} steps ({_ranges(missing)})"
-        )
+        said.append(f"{metrics.name} lacks {len(missing)} of {last - first} steps ({_ranges(missing)})")
     has_experts = any(row.get("load_imbalance", 1.0) != 1.0 for row in rows)
     if _has_hole(experts, first=first, last=last, must_begin=has_experts and first == 0):
         said.append(f"{experts.name} lacks rows")

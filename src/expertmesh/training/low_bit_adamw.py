@@ -43,9 +43,7 @@ class Compact(NamedTuple):
         return int(self.state["step"])
 
 
-def begin_step(
-    optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]], *keys: str
-) -> list[Compact]:
+def begin_step(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]], *keys: str) -> list[Compact]:
     """Parameters of some groups that have a gradient; creates their moments and increments their step.
 
     Args:
@@ -78,18 +76,13 @@ def new_state(parameter: Tensor, code: Code, *keys: str) -> State:
 def words_of(found: Iterable[Compact]) -> Mapping[nn.Parameter, Words]:
     """Random words of this step, for each parameter that uses stochastic rounding."""
     needing = [
-        (one, place_of(one.parameter), own_part(one.parameter).device)
-        for one in found
-        if one.code.is_stochastic
+        (one, place_of(one.parameter), own_part(one.parameter).device) for one in found if one.code.is_stochastic
     ]
     tables = {
         step: WordTables(step, [(place, d) for one, place, d in needing if one.step == step])
         for step in dict.fromkeys(one.step for one, *_ in needing)
     }
-    return {
-        one.parameter: tables[one.step].words(one.name, place, device)
-        for one, place, device in needing
-    }
+    return {one.parameter: tables[one.step].words(one.name, place, device) for one, place, device in needing}
 
 
 def grow_scales(found: Iterable[Compact], decays: Mapping[str, Callable[[Any], float]]) -> None:
@@ -218,9 +211,7 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def fused_adamw(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> torch.optim.AdamW | None:
+def fused_adamw(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.AdamW | None:
     """AdamW of torch on some groups of another optimizer, sharing its state; None without groups.
 
     Sharing leaves one state to save and one set of groups to set learning rates in.
@@ -245,8 +236,4 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 def state_dtype_of(optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, StateDtype]:
     """Requested type of each parameter's moments, for any optimizer."""
-    return {
-        p: group.get("state_dtype", "float32")
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    return {p: group.get("state_dtype", "float32") for group in optimizer.param_groups for p in group["params"]}

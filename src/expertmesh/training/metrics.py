@@ -68,11 +68,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, last_step: int) -> None:
         self.path = path
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [
-            line
-            for line in lines
-            if (found := _record(line)) is not None and found["step"] <= last_step
-        ]
+        kept = [line for line in lines if (found := _record(line)) is not None and found["step"] <= last_step]
         if len(kept) < len(lines):
             partial = path.with_suffix(".partial")
             partial.write_bytes(b"".join(kept))
@@ -116,7 +112,8 @@ def _fits(value: Any) -> bool:
 
 
 def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict[str, float]]:
-    """Evaluations among the lines of a metrics file, in order; an evaluation before the first step has the prefix "initial_eval_".
+    """Evaluations among the lines of a metrics file, in order; an evaluation before the first step has the prefix
+    "initial_eval_".
 
     Null, which stands for a non-finite number in the file, is read as NaN.
     """

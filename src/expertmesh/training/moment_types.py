@@ -209,11 +209,7 @@ class Int8(Code):
         assert scales is not None
         powers, levels = (2, 127) if signed else (3, 255)
         is_even = values.shape[1] % self.block == 0 and values.dtype == torch.float32
-        x = (
-            values.view(len(values), -1, self.block)
-            if is_even
-            else self._blocks(values, "value", space)
-        )
+        x = values.view(len(values), -1, self.block) if is_even else self._blocks(values, "value", space)
         share, below, low, high = (
             space.table(name, x.shape, torch.float32) for name in ("share", "below", "low", "high")
         )
@@ -260,9 +256,7 @@ def _in_fp32(values: Tensor, space: Workspace) -> Tensor:
     return space.table("value", values.shape, torch.float32).copy_(values)
 
 
-CODES: Mapping[StateDtype, type[Code]] = {
-    code.name: code for code in (Code, Bfloat16, Int8, Float16Scaled)
-}
+CODES: Mapping[StateDtype, type[Code]] = {code.name: code for code in (Code, Bfloat16, Int8, Float16Scaled)}
 """Our types; torchao's have an optimizer of their own."""
 
 
@@ -326,9 +320,7 @@ def read_moment(
     return found
 
 
-def write_moment(
-    code: Code, state: State, key: str, values: Tensor, words: Words | None, space: Workspace
-) -> None:
+def write_moment(code: Code, state: State, key: str, values: Tensor, words: Words | None, space: Workspace) -> None:
     """Encode the local shard of a moment; `values` (R, C) stay as they are, for `words` see `Code.write`."""
     moment = Moment.of(state, key)
     for part in row_slices(moment.codes):

@@ -71,9 +71,7 @@ class MomentsReader:
             if was != now and not {was, now} <= CODES.keys():
                 rule = f"the checkpoint has moments of {was}, and torchao's are not converted"
                 raise ConfigError("optim.state_dtype", now, rule, f"use {was}")
-            state = (
-                new_state(parameter, code, *keys) if now in CODES else torchao_state(parameter, now)
-            )
+            state = new_state(parameter, code, *keys) if now in CODES else torchao_state(parameter, now)
             if lead + "step" not in saved and "step" in state:
                 state["step"].fill_(step)
             optimizer.state[parameter] = state
@@ -82,9 +80,7 @@ class MomentsReader:
                     self.targets |= {lead + k: t for k, t in plain_tensors(key, value).items()}
             if was != now:
                 found[was, now] = found.get((was, now), 0) + 1
-                self._conversions += [
-                    _Conversion(lead + key, parameter, state, key, code) for key in keys
-                ]
+                self._conversions += [_Conversion(lead + key, parameter, state, key, code) for key in keys]
         if found:
             told = (f"{n} tensors from {was} to {now}" for (was, now), n in found.items())
             self.message = f"optimizer: moments change their type, {', '.join(told)}"

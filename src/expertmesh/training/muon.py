@@ -199,9 +199,7 @@ class Muon(torch.optim.Optimizer):
         weight.add_(update, alpha=-0.2 * lr * max(shape_of_one(parameter, halves)) ** 0.5)
 
 
-def _compact_moment(
-    one: Compact, gradient: Tensor, words: Words | None, space: Workspace
-) -> Tensor:
+def _compact_moment(one: Compact, gradient: Tensor, words: Words | None, space: Workspace) -> Tensor:
     """Updated momentum before it is rounded for storage."""
     scale, dtype = one.scales.get(_MOMENT), one.parameter.dtype
     moment = read_moment(one.code, one.state, _MOMENT, dtype, space, scale=scale)

@@ -102,9 +102,7 @@ def check_installed(names: Sequence[TrackerName]) -> None:
     """Check that the clients are installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                "train.trackers", name, "is not installed", f"pip install {name}, or leave it out"
-            )
+            raise ConfigError("train.trackers", name, "is not installed", f"pip install {name}, or leave it out")
 
 
 def open_trackers(

@@ -28,9 +28,7 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if parts and not layers:
-        raise ConfigError(
-            "train.freeze", ",".join(parts), "the model has no experts", "leave it out"
-        )
+        raise ConfigError("train.freeze", ",".join(parts), "the model has no experts", "leave it out")
     for layer in layers:
         for part in parts:
             getattr(layer, part).requires_grad_(False)
@@ -83,15 +81,9 @@ def build_optimizer(
             "params": parameters if is_compact else [p for _, p in parameters],
             "weight_decay": config.weight_decay if decayed else 0.0,
         }
-        | (
-            {"is_matrix": True, "halves": [halves.get(id(p)) for _, p in parameters]}
-            if is_matrix
-            else {}
-        )
+        | ({"is_matrix": True, "halves": [halves.get(id(p)) for _, p in parameters]} if is_matrix else {})
         | ({"state_dtype": kept} if is_compact else {})
-        for (decayed, is_matrix, kept, _), parameters in sorted(
-            groups.items(), key=lambda item: not item[0][0]
-        )
+        for (decayed, is_matrix, kept, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
     betas = config.beta1, config.beta2
     if config.name == "muon":
@@ -160,7 +152,8 @@ def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor])
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if len(layers) != len(num_tokens_per_expert):
         raise ConfigError(
-            f"Loss.stats: has {len(num_tokens_per_expert)} entries and the model has {len(layers)} MoE layers; return the "
+            f"Loss.stats: has {len(num_tokens_per_expert)} entries and the model has {len(layers)} MoE layers; return "
+            "the "
             "RoutingStats of each, in their order"
         )
     for layer, counts_E in zip(layers, num_tokens_per_expert, strict=True):

@@ -79,17 +79,18 @@ class Pace:
         self._has_spoken = True
         now = self._counts()
         before = self._before
-        spent = SystemCounts(
-            now.cpu_s - before.cpu_s, now.reads - before.reads, now.pushed - before.pushed
-        )
+        spent = SystemCounts(now.cpu_s - before.cpu_s, now.reads - before.reads, now.pushed - before.pushed)
         return (
-            f"took {seconds:.3g} s, {seconds / usual:.0f} times the median of {usual:.3g} s: {self._cause(seconds, spent)}"
+            f"took {seconds:.3g} s, {seconds / usual:.0f} times the median of {usual:.3g} s: "
+            f"{self._cause(seconds, spent)}"
             " (said once)"
         )
 
     def _cause(self, seconds: float, spent: SystemCounts) -> str:
         if spent.reads > 100:
-            return f"{spent.reads:,} pages were read back from the disk; there is too little memory for all that runs here"
+            return (
+                f"{spent.reads:,} pages were read back from the disk; there is too little memory for all that runs here"
+            )
         load, cores = self._load(), len(allowed_cores())
         others = f"(load {load:.1f} on {cores} cores)"
         if not self._has_gpu and (load > cores + _BUSY or spent.pushed > 20 * seconds):
@@ -102,6 +103,4 @@ class Pace:
                 if self._has_gpu
                 else ("this process waited: for a disk, or for a limit of its container")
             )
-        return (
-            "this process computed all the while: a new size was prepared, or the batch was larger"
-        )
+        return "this process computed all the while: a new size was prepared, or the batch was larger"

@@ -1,4 +1,5 @@
-"""Groups of a model's parameters for optimizers, by role (matrix, table, vector, edge), from modules and shapes, not from names."""
+"""Groups of a model's parameters for optimizers, by role (matrix, table, vector, edge), from modules and shapes, not
+from names."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ from expertmesh.moe.router import CosineRouter
 from expertmesh.spec.model_spec import ModelSpec
 
 ParameterRole = Role | Literal["vector"]
-"""`expertmesh.moe.learning.Role`, or "vector": a parameter of one axis or equivalent shape; not decayed, updated by AdamW."""
+"""`expertmesh.moe.learning.Role`, or "vector": a parameter of one axis or equivalent shape; not decayed, updated by
+AdamW."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -32,8 +34,8 @@ DECAYED: tuple[ParameterRole, ...] = ("edge", "matrix")
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """Role of every parameter.
 
-    Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.spec.model_spec`), then the kind
-    of module.
+    Precedence: `learn_as` of a module, then the spec of a model that has one (`expertmesh.spec.model_spec`), then the
+    kind of module.
 
     * table: weights of `nn.Embedding`, also if shared; parameters beside an embedding of the same width; parameters
       whose first of several axes has length 1 (positions).
@@ -114,9 +116,7 @@ class _Places:
         }
         self._heads = set(self._find_heads())
 
-    def role(
-        self, name: str, module: nn.Module, leaf: str, parameter: nn.Parameter
-    ) -> ParameterRole:
+    def role(self, name: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> ParameterRole:
         """Role of a parameter in one of its modules."""
         if parameter.ndim < 2:
             return "vector"
@@ -153,11 +153,7 @@ class _Places:
         if not any(module.children()):
             around.append(self._beside(name))
         stands_beside = any(width in one.widths for one in around)
-        return (
-            "table"
-            if stands_beside and first != width and first not in self._vocabularies
-            else "edge"
-        )
+        return "table" if stands_beside and first != width and first not in self._vocabularies else "edge"
 
     def _said(self, name: str) -> Role | None:
         while True:
@@ -172,9 +168,7 @@ class _Places:
     def _look(self, module: nn.Module) -> _Surroundings:
         children = [*module.children()]
         inside = [module, *(m for m in children if not isinstance(m, nn.ModuleList))]
-        counts = {
-            p.shape[0] for m in inside for p in m.parameters(recurse=False) if id(p) in self._stacks
-        }
+        counts = {p.shape[0] for m in inside for p in m.parameters(recurse=False) if id(p) in self._stacks}
         counts |= {len(m) for m in children if isinstance(m, nn.ModuleList) and len(m) > 1}
         widths = {m.embedding_dim for m in children if isinstance(m, nn.Embedding)}
         widths |= {m.out_channels for m in children if isinstance(m, _ConvNd)}
@@ -220,19 +214,16 @@ def _rows_of_map(module: nn.Module) -> int | None:
 
 
 def _stacks_of(model: nn.Module) -> Iterator[int]:
-    """Ids of parameters that are stacks of matrices, one per expert: three or more axes, with another stack of equal length beside."""
+    """Ids of parameters that are stacks of matrices, one per expert: three or more axes, with another stack of equal
+    length beside."""
     for module in model.modules():
         near = [module, *(m for m in module.children() if not any(m.children()))]
         stacks: Mapping[int, list[Tensor]] = defaultdict(list)
         for one in near:
-            known = isinstance(
-                one, (_ConvNd, nn.Bilinear, *_TABLES, *_NORMS, nn.MultiheadAttention)
-            )
+            known = isinstance(one, (_ConvNd, nn.Bilinear, *_TABLES, *_NORMS, nn.MultiheadAttention))
             for p in () if known else one.parameters(recurse=False):
                 if p.ndim > 2 and min(p.shape[0], *p.shape[-2:]) > 1:
                     stacks[p.shape[0]].append(p)
         for found in stacks.values():
-            if len(found) > 1 and any(
-                set(found[0].shape[1:]) & set(p.shape[1:]) for p in found[1:]
-            ):
+            if len(found) > 1 and any(set(found[0].shape[1:]) & set(p.shape[1:]) for p in found[1:]):
                 yield from map(id, found)

@@ -118,12 +118,14 @@ class ProgressReport:
             self._on_lost()
             return
         _to_stderr(
-            f"warning: standard output cannot be written ({error.strerror}); the run goes on without it, its numbers are in"
+            f"warning: standard output cannot be written ({error.strerror}); the run goes on without it, its numbers "
+            "are in"
             " its metrics.jsonl"
         )
 
     def last_word(self, text: str) -> None:
-        """Print a line that must be seen, with options as in `printed`: on standard error if standard output is lost."""
+        """Print a line that must be seen, with options as in `printed`: on standard error if standard output is
+        lost."""
         text = printed(text)
         self.message(text)
         if self._is_lost:

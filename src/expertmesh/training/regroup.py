@@ -35,7 +35,7 @@ from expertmesh.training.threads import threads_of_calls
 _ROWS = 64
 """Approximate tokens or patches of a sample, for which the number of threads is chosen."""
 _OF_TRAINING = (
-    "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
+    "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",  # noqa: E501
     "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
 )  # fmt: skip
 """Model options that have no effect after training."""
@@ -90,9 +90,7 @@ def count_choices(
 
     handles = [watch(name, layer) for name, layer in moe_layers(model).items()]
     try:
-        evaluate(
-            task, model, data, batch_size=batch_size, max_samples=max_samples, precision=precision
-        )
+        evaluate(task, model, data, batch_size=batch_size, max_samples=max_samples, precision=precision)
     finally:
         for handle in handles:
             handle.remove()
@@ -115,14 +113,16 @@ def prune(
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
         raise ConfigError(
-            f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; train a run "
+            f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; "
+            "train a run "
             f"that begins with it ({named('train.init_from')}) on yours, and name that one"
         )
     trained = open_model(run)
     layers = checked_layers(run, trained)
     if any(layer.options.router == "expert_choice" for layer in layers.values()):
         raise ConfigError(
-            f"run {run.path}: has {named('model.moe.router', 'expert_choice')}, whose experts are all used alike, so that "
+            f"run {run.path}: has {named('model.moe.router', 'expert_choice')}, whose experts are all used alike, so "
+            "that "
             "none is used least; name a run whose tokens choose"
         )
     top_k = max(layer.top_k for layer in layers.values())
@@ -146,8 +146,7 @@ def prune(
             precision=trained.precision,
         )
     chosen = {
-        name: count_E.argsort(descending=True, stable=True)[:keep].sort().values
-        for name, count_E in counts.items()
+        name: count_E.argsort(descending=True, stable=True)[:keep].sort().values for name, count_E in counts.items()
     }
     of_expert = _tensors_of_experts(trained.model)
     tensors = {
@@ -156,10 +155,7 @@ def prune(
     }
     sizes = tuple(len(kept_k) for kept_k in chosen.values())
     _write(run, tensors, target, sizes, recipe=f"the most used experts of {run.path.name}")
-    kept = tuple(
-        float(counts[name][kept_k].sum() / counts[name].sum().clamp(min=1))
-        for name, kept_k in chosen.items()
-    )
+    kept = tuple(float(counts[name][kept_k].sum() / counts[name].sum().clamp(min=1)) for name, kept_k in chosen.items())
     return Regrouped(target, sizes, kept)
 
 
@@ -177,8 +173,7 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     layers = checked_layers(run, trained)
     of_expert = _tensors_of_experts(trained.model)
     ours, theirs = (
-        {name: tensor.cpu() for name, tensor in found.model.state_dict().items()}
-        for found in (trained, added)
+        {name: tensor.cpu() for name, tensor in found.model.state_dict().items()} for found in (trained, added)
     )
     tensors = {}
     for name, tensor in ours.items():
@@ -205,12 +200,11 @@ def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
                 f"run {run.path}: has model.moe.{what}, which fixes who its experts are; use a model without it"
             )
         if layer.grouped is not None and layer.grouped.format != "dense":
-            raise ConfigError(
-                f"run {run.path}: its experts are {layer.grouped.format}; name the run they were made of"
-            )
+            raise ConfigError(f"run {run.path}: its experts are {layer.grouped.format}; name the run they were made of")
         if layer.grouped is None:
             raise ConfigError(
-                f"run {run.path}: its experts are modules of their own ({type(layer.experts).__name__}), not rows of one tensor;"
+                f"run {run.path}: its experts are modules of their own ({type(layer.experts).__name__}), not rows of "
+                "one tensor;"
                 " name a run whose MoE layers have num_experts and hidden_dim only"
             )
     return layers
@@ -223,20 +217,17 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (
-        dotted_values(found.config.model.model_dump(), "model") for found in (run, other)
-    )
+    ours, theirs = (dotted_values(found.config.model.model_dump(), "model") for found in (run, other))
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
-                f"run {other.path}: its {name} is {theirs.get(name)} and that of {run.path} {ours.get(name)}; name two runs of"
+                f"run {other.path}: its {name} is {theirs.get(name)} and that of {run.path} {ours.get(name)}; name "
+                "two runs of"
                 " one model"
             )
     for name in run.family.files:
         if (run.path / name).read_bytes() != (other.path / name).read_bytes():
-            raise ConfigError(
-                f"run {other.path}: its {name} is not that of {run.path}; name two runs on the same data"
-            )
+            raise ConfigError(f"run {other.path}: its {name} is not that of {run.path}; name two runs on the same data")
 
 
 def _tensors_of_experts(model: nn.Module) -> dict[str, str]:
@@ -255,9 +246,7 @@ def _tensors_of_experts(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _write(
-    run: Run, tensors: Mapping[str, Tensor], target: Path, sizes: tuple[int, ...], *, recipe: str
-) -> None:
+def _write(run: Run, tensors: Mapping[str, Tensor], target: Path, sizes: tuple[int, ...], *, recipe: str) -> None:
     counts = sizes[:1] if len(set(sizes)) == 1 else sizes
     config: RunConfig = run.config.updated(
         {

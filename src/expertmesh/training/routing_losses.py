@@ -46,10 +46,7 @@ class LoadCounter:
         dropped = torch.stack([s.num_dropped for s in stats])
         self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
         if watched is not None:
-            sums = [
-                torch.cat((_sums_of_weights(s), _drops(s, watched), _use_by_label(s, watched)))
-                for s in stats
-            ]
+            sums = [torch.cat((_sums_of_weights(s), _drops(s, watched), _use_by_label(s, watched))) for s in stats]
             self.watched = _added(self.watched, sums)
 
 
@@ -70,7 +67,8 @@ def _sums_of_weights(stats: RoutingStats) -> Tensor:
 
 
 def _drops(stats: RoutingStats, watched: Watched) -> Tensor:
-    """(POSITIONS * 2,) of `LoadCounter.watched`; zeros if nothing is dropped, or a layer's tokens are not parts of samples."""
+    """(POSITIONS * 2,) of `LoadCounter.watched`; zeros if nothing is dropped, or a layer's tokens are not parts of
+    samples."""
     num_experts, ids_TK = stats.num_tokens_per_expert_E.numel(), stats.topk_expert_ids_TK
     sums = torch.zeros(POSITIONS, 2, dtype=torch.float64, device=ids_TK.device)
     each, rest = divmod(len(ids_TK), watched.num_samples)
@@ -87,9 +85,7 @@ def _drops(stats: RoutingStats, watched: Watched) -> Tensor:
 def _use_by_label(stats: RoutingStats, watched: Watched) -> Tensor:
     """(labels * E,) of `LoadCounter.watched`."""
     num_experts, ids_TK = stats.num_tokens_per_expert_E.numel(), stats.topk_expert_ids_TK
-    sums = torch.zeros(
-        watched.num_labels, num_experts + 1, dtype=torch.float64, device=ids_TK.device
-    )
+    sums = torch.zeros(watched.num_labels, num_experts + 1, dtype=torch.float64, device=ids_TK.device)
     each, rest = divmod(len(ids_TK), watched.num_samples)
     if watched.label_B is not None and not rest:
         slots_TK = watched.label_B.repeat_interleave(each)[:, None] * (num_experts + 1) + ids_TK

@@ -66,9 +66,7 @@ class RunPlan:
         return config
 
 
-def resolve(
-    config: RunConfig, *, recipe: str, family: Family | None, sampler: Sampler | None
-) -> RunPlan:
+def resolve(config: RunConfig, *, recipe: str, family: Family | None, sampler: Sampler | None) -> RunPlan:
     """The plan of a configuration: whole paths, the model of `train.init_from`, task and device."""
     family = find_family(config.family) if family is None else family
     config = with_whole_paths(config.model_copy(update={"family": family.name}))
@@ -190,18 +188,12 @@ def _build(plan: RunPlan) -> TrainState:
     """Model, teacher and optimizer, before any checkpoint is read."""
     config, task, precision, ranks = plan.config, plan.task, plan.precision, plan.ranks
     compute_dtype = precision.compute_dtype
-    task.builder.bytes_beside = teacher_bytes(
-        config, plan.family, num_ranks=ranks.size, compute_dtype=compute_dtype
-    )
+    task.builder.bytes_beside = teacher_bytes(config, plan.family, num_ranks=ranks.size, compute_dtype=compute_dtype)
     task.builder.plans = plan.run_dir.plans
     model = place_model(task, plan.begin, precision, ranks)
-    task.teacher = open_teacher(
-        plan.family, task, plan.data, precision=precision, ranks=ranks, student=model
-    )
+    task.teacher = open_teacher(plan.family, task, plan.data, precision=precision, ranks=ranks, student=model)
     model.train(not task.evaluates)
     freeze(model, config.train.freeze)
-    optimizer = build_optimizer(
-        model, config.optim, compute_dtype=compute_dtype, num_ranks=ranks.size
-    )
+    optimizer = build_optimizer(model, config.optim, compute_dtype=compute_dtype, num_ranks=ranks.size)
     follow_optimizer(model, optimizer)
     return TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)

@@ -52,9 +52,7 @@ class RunProgress:
         values = {"items": values.get("tokens", 0), **values}  # former name of "items"
         for name, value in values.items():
             if not isinstance(value, int | float):
-                raise CheckpointError(
-                    f"{where}: progress.{name} is no number; choose another checkpoint"
-                )
+                raise CheckpointError(f"{where}: progress.{name} is no number; choose another checkpoint")
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -84,9 +82,7 @@ class TrainState:
                     found[f"optimizer.{name}.{part}"] = tensor
         return found | _random_states()
 
-    def values(
-        self, config: RunConfig, *, recipe: str, data_key: str, files: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def values(self, config: RunConfig, *, recipe: str, data_key: str, files: Mapping[str, str]) -> dict[str, Any]:
         """All plain values of a checkpoint; `files` are from `hashes_of`."""
         base = {} if self.base is None else {BASE: dict(self.base)}
         return base | {
@@ -110,9 +106,7 @@ class TrainState:
         saved = source.tensors
         expected = {name for name in saved if name.startswith("model.")}
         if extra := sorted(expected - known):
-            raise CheckpointError(
-                f"{path}: has a tensor {extra[0]} that the model has not; it is of another model"
-            )
+            raise CheckpointError(f"{path}: has a tensor {extra[0]} that the model has not; it is of another model")
         moments = MomentsReader(source, self.optimizer, self._parameters(), step=progress.step)
         random = {name: t for name, t in _random_states().items() if name in saved}
         read_into(source, targets | moments.targets | random)
@@ -142,9 +136,7 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
     values = read_state(path)
     for name in names or _VALUES:
         if not isinstance(values.get(name), _VALUES[name]):
-            raise CheckpointError(
-                f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
-            )
+            raise CheckpointError(f"{path / 'state.json'}: has no usable {name}; choose another checkpoint")
     return values
 
 
@@ -152,9 +144,7 @@ _FIXED = ("model.", "distill.", "base.", "objective.")
 """Sections of options that do not change when a run goes on."""
 
 
-def check_same_run(
-    saved: Mapping[str, Any], config: RunConfig, *, family: Family, where: Path
-) -> None:
+def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, family: Family, where: Path) -> None:
     """Check that a run can be resumed with a configuration: the model must be the same.
 
     Steps, batch size, learning rate, schedule, device and dtype (except float64) may change.
@@ -175,9 +165,7 @@ def check_same_run(
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
-    old_fields, new_fields = (
-        dotted_values(run.model_dump(mode="json")) for run in (before, config)
-    )
+    old_fields, new_fields = (dotted_values(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new_fields.items():
         is_fixed = name.startswith(_FIXED) or name in (
             "train.seed",
@@ -212,7 +200,8 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
     """Check that a run is resumed with the same data: in other data the saved position would mean other samples."""
     if saved_key != data.key:
         raise ConfigError(
-            f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and files, "
+            f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and "
+            "files, "
             f"or another {named('train.run_dir')}"
         )
 

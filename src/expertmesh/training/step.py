@@ -153,8 +153,8 @@ def accumulate_gradients(
     """Forward and backward over the micro-batches of a batch.
 
     Returns:
-        (3 + N,) loss, balance loss and z-loss of the batch, then `Loss.sums`, FP32 or FP64; the routing counts; and the names of the
-        N sums. Does not synchronise.
+        (3 + N,) loss, balance loss and z-loss of the batch, then `Loss.sums`, FP32 or FP64; the routing counts; and the
+        names of the N sums. Does not synchronise.
     """
     ranks = Ranks() if ranks is None else ranks
     size, num_items = num_samples(batch), task.num_items(batch)

@@ -1,4 +1,5 @@
-"""Random words for stochastic rounding of moments: a function of the tensor's name, the step and the element's index only.
+"""Random words for stochastic rounding of moments: a function of the tensor's name, the step and the element's index
+only.
 
 A resumed run and every layout over ranks therefore draw the same words.
 
@@ -60,9 +61,7 @@ class WordTables:
         index = torch.cat(indices)
         stream = torch.cat([torch.full_like(i, s) for i, s in zip(indices, streams, strict=True)])
         word = torch.tensor([self.step & _MASK32, *_KEY], dtype=torch.int64, device=device)
-        drawn = philox4x32(
-            index & _MASK32, (index >> 32) & _MASK32, word[0], stream, word[1], word[2]
-        )
+        drawn = philox4x32(index & _MASK32, (index >> 32) & _MASK32, word[0], stream, word[1], word[2])
         words = drawn[:, 0].to(torch.int32).split([len(i) for i in indices])
         for place, rows, columns in zip(places, words[::2], words[1::2], strict=True):
             self._tables[place, device] = rows, columns
@@ -78,9 +77,7 @@ class WordTables:
 def _rows_and_columns(place: Place, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices of the shard's rows and columns in the whole tensor."""
     row = torch.zeros((), dtype=torch.int64, device=device)
-    for length, start, size in zip(
-        place.shape[:-1], place.offsets[:-1], place.sizes[:-1], strict=True
-    ):
+    for length, start, size in zip(place.shape[:-1], place.offsets[:-1], place.sizes[:-1], strict=True):
         along = torch.arange(start, start + size, device=device)
         row = (row * length).unsqueeze(-1) + along
     first = place.offsets[-1]

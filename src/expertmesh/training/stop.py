@@ -1,4 +1,5 @@
-"""Stop requests of a training run (SIGTERM, Ctrl-C, closed terminal, dead pipe), after which the loop saves and returns."""
+"""Stop requests of a training run (SIGTERM, Ctrl-C, closed terminal, dead pipe), after which the loop saves and
+returns."""
 
 import signal
 import threading

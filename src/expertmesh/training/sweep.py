@@ -78,9 +78,7 @@ def sweep(
     family = find_family(config.family) if family is None else family
     folder = expanded(config.train.run_dir)
     runs = [
-        config.updated(
-            {"optim.lr": rate, "train.run_dir": str(folder / name), "train.resume": "auto"}
-        )
+        config.updated({"optim.lr": rate, "train.run_dir": str(folder / name), "train.resume": "auto"})
         for rate, name in zip(rates, names, strict=True)
     ]
     for run in runs:
@@ -117,9 +115,7 @@ def _check_same_options(config: RunConfig, family: Family) -> None:
             )
 
 
-def _each(
-    runs: Sequence[RunConfig], recipe: str, family: Family, console: Console | None
-) -> Iterator[SweptRate]:
+def _each(runs: Sequence[RunConfig], recipe: str, family: Family, console: Console | None) -> Iterator[SweptRate]:
     for config in runs:
         lr, run_dir = config.optim.lr, config.train.run_dir
         try:

@@ -45,9 +45,7 @@ def open_teacher(
         return None
     name = named("distill.teacher", config.distill.teacher)
     if not task.has_lessons:
-        raise ConfigError(
-            f"{name}: family {family.name} does not learn from teachers; leave it out"
-        )
+        raise ConfigError(f"{name}: family {family.name} does not learn from teachers; leave it out")
     run = find_teacher(config, family)
     if run.family.name != family.name:
         raise ConfigError(
@@ -82,11 +80,9 @@ def teacher_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     return compute_dtype if compute_dtype == torch.bfloat16 else accumulate_dtype(compute_dtype)
 
 
-def teacher_bytes(
-    config: RunConfig, family: Family, *, num_ranks: int, compute_dtype: torch.dtype
-) -> int:
-    """Bytes of the weights of a run's teacher on each rank at rest; 0 without a usable teacher, or if its size is unknown.
-    """
+def teacher_bytes(config: RunConfig, family: Family, *, num_ranks: int, compute_dtype: torch.dtype) -> int:
+    """Bytes of the weights of a run's teacher on each rank at rest; 0 without a usable teacher, or if its size is
+    unknown."""
     teacher = config.distill.teacher
     if teacher is None or not RunDir(teacher).config.exists():
         return 0
@@ -105,7 +101,8 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
     sizes = [getattr(config, "vocab_size", None) for config in (run.config.model, model)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{name}: has a vocabulary of {sizes[0]} and {named('model.vocab_size', sizes[1])}; use a teacher of the same "
+            f"{name}: has a vocabulary of {sizes[0]} and {named('model.vocab_size', sizes[1])}; use a teacher of the "
+            "same "
             "vocabulary"
         )
     for file in family.files:
@@ -117,7 +114,8 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
 
 
 def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -> None:
-    """Set a student's weights to its teacher's; each layer is copied from the layer of equal shapes that is nearest in depth.
+    """Set a student's weights to its teacher's; each layer is copied from the layer of equal shapes that is nearest in
+    depth.
 
     Balancing biases and hash keys are copied if both models have them.
     """
@@ -128,13 +126,12 @@ def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -
     for (side, index), shapes in my_layers.items():
         place = index * depth.get(side, 0) / max(max(i for s, i in my_layers if s == side), 1)
         fitting = [
-            (abs(other - place), other)
-            for (s, other), found in their_layers.items()
-            if s == side and found == shapes
+            (abs(other - place), other) for (s, other), found in their_layers.items() if s == side and found == shapes
         ]
         if not fitting:
             raise ConfigError(
-                f"{named('distill.init_from_teacher')}: the teacher has no layer of the shapes of {side}.{index}; leave it out"
+                f"{named('distill.init_from_teacher')}: the teacher has no layer of the shapes of {side}.{index}; "
+                "leave it out"
             )
         nearest = min(fitting)[1]
         tensors = [n for n in student.state_dict() if n.startswith(f"{side}.{index}.")]

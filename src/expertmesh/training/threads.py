@@ -1,4 +1,5 @@
-"""Number of CPU threads: by the sizes of the model's own products; `runs.arithmetic` has the rule, because sums depend on it."""
+"""Number of CPU threads: by the sizes of the model's own products; `runs.arithmetic` has the rule, because sums depend
+on it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,7 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.arithmetic import threads_for
 from expertmesh.runs.precision import Precision
 
-_MOST_PER_CORE = (
-    16  # more threads only wait for one another; a test may use more than there are cores
-)
+_MOST_PER_CORE = 16  # more threads only wait for one another; a test may use more than there are cores
 _LEAST_ROWS = 16
 """Rows that take as long as reading the weight does; fewer take no less."""
 
@@ -77,9 +76,7 @@ def settle_threads(
         if worth < most:
             return Threads(worth, "for products of this size")
         alone = len(room.cores) == most or usual == most
-        return Threads(
-            most, "all that it may use" if alone else f"its share of {_cores(room.cores)}"
-        )
+        return Threads(most, "all that it may use" if alone else f"its share of {_cores(room.cores)}")
 
     found = ranks.on_rank0(decide)
     if users_threads() is not None:

@@ -21,9 +21,7 @@ _CLASSES: Mapping[StateDtype, str] = {
 }
 
 
-def check_torchao(
-    parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1
-) -> ModuleType:
+def check_torchao(parameters: Iterable[nn.Parameter], state_dtype: StateDtype, *, num_ranks: int = 1) -> ModuleType:
     """Module `torchao.optim`, after a check that its optimizers can take these parameters."""
 
     def refusal(rule: str, fix: str) -> ConfigError:
@@ -31,9 +29,7 @@ def check_torchao(
 
     ours = "use int8, which is ours and does"
     if num_ranks > 1:
-        raise refusal(
-            "works on one process (torchao skips its own FSDP2 tests from torch 2.11 on)", ours
-        )
+        raise refusal("works on one process (torchao skips its own FSDP2 tests from torch 2.11 on)", ours)
     parameters = list(parameters)
     for parameter in parameters:
         if getattr(parameter, "device_mesh", None) is not None:
@@ -45,9 +41,7 @@ def check_torchao(
             import torchao.optim
     except ImportError as error:
         fix = "install it with: pip install 'expertmesh[torchao]'"
-        if not (
-            isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("torchao")
-        ):
+        if not (isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("torchao")):
             fix = f"its import says: {str(error).partition(chr(10))[0]}"
         raise refusal("needs torchao", fix) from None
     on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
@@ -106,7 +100,8 @@ def torchao_state(parameter: Tensor, state_dtype: StateDtype) -> dict[str, Tenso
 
 
 def plain_tensors(key: str, value: Tensor) -> dict[str, Tensor]:
-    """Tensors of an optimizer state entry in a checkpoint: codes and scales of a torchao moment, else the entry itself."""
+    """Tensors of an optimizer state entry in a checkpoint: codes and scales of a torchao moment, else the entry
+    itself."""
     codes, scale = (getattr(value, name, None) for name in ("codes", "scale"))
     return {key: value} if codes is None or scale is None else {key: codes, f"{key}_scale": scale}
 

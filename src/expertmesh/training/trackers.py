@@ -89,9 +89,7 @@ class TensorBoard:
             with naming(folder):
                 self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
         except BaseException:
-            if not any(
-                map(_is_tensorboards, threading.enumerate())
-            ):  # no thread is left that could fail
+            if not any(map(_is_tensorboards, threading.enumerate())):  # no thread is left that could fail
                 threading.excepthook = self._hook
             raise
 

@@ -34,7 +34,8 @@ def part_of(name: str) -> str:
 
 
 def counts_of_parts(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
-    """Numbers of parameters that learn, and of those that rest, by part of the model; packed experts by their format."""
+    """Numbers of parameters that learn, and of those that rest, by part of the model; packed experts by their
+    format."""
     learning, resting = Counter[str](), Counter[str]()
     for _, _, experts in grouped_layers(model):
         if experts.format != "dense":
@@ -61,9 +62,7 @@ def what_learns(model: nn.Module) -> str:
     )
 
 
-def learning_lines(
-    family: Family, task: Task, state: TrainState, precision: Precision
-) -> Iterator[str]:
+def learning_lines(family: Family, task: Task, state: TrainState, precision: Precision) -> Iterator[str]:
     """Lines about what learns, and about the memory that this takes, where the family can tell it."""
     yield what_learns(state.model)
     on_gpu, num_ranks = precision.device.type != "cpu", state.ranks.size

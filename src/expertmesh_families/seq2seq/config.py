@@ -15,7 +15,8 @@ from expertmesh.errors import ConfigError, named
 
 _BYTES_AND_MARKS = 258
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(_[A-Za-z0-9]+)*")
-"""Code of a language, which is the ending of its files: en, zh_Hans_CN. A dash is not part of a code, because it joins pairs."""
+"""Code of a language, which is the ending of its files: en, zh_Hans_CN. A dash is not part of a code, because it joins
+pairs."""
 
 _OF_TRAINING = ("dropout", "label_smoothing")
 _OF_LENGTH = ("max_source_len", "max_seq_len")
@@ -23,8 +24,8 @@ _OF_LENGTH = ("max_source_len", "max_seq_len")
 
 
 def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2SeqRunConfig":
-    """The configuration with the model and the tokenizer of the run in train.init_from, but its own lengths and dropout.
-    """
+    """The configuration with the model and the tokenizer of the run in train.init_from, but its own lengths and
+    dropout."""
     where = expanded(config.train.init_from or ".")
     given, its_own = config.data.encode_with, str(where / "tokenizer.json")
     if given is not None and expanded(given).resolve() != Path(its_own).resolve():
@@ -40,7 +41,8 @@ def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2Se
 
 
 class Seq2SeqConfig(Config):
-    """An encoder-decoder: RMSNorm, rotary positions, a deep encoder, a shallow decoder, MoE in every n-th layer of both."""
+    """An encoder-decoder: RMSNorm, rotary positions, a deep encoder, a shallow decoder, MoE in every n-th layer of
+    both."""
 
     vocab_size: int = Field(default=8192, gt=0)
     """Vocabulary size (V), shared by all languages."""
@@ -67,7 +69,8 @@ class Seq2SeqConfig(Config):
     tie_embeddings: bool = True
     """Whether both embeddings and the output projection share a matrix."""
     positions: Literal["rotary", "untied"] = "rotary"
-    """Position encoding: relative (rotary, RoPE), or absolute with separate projections, added to the attention logits (untied, TUPE)."""
+    """Position encoding: relative (rotary, RoPE), or absolute with separate projections, added to the attention logits
+    (untied, TUPE)."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary (relative) position embedding of self-attention."""
     norm_eps: float = Field(default=1e-6, gt=0)
@@ -164,9 +167,11 @@ class ParallelTextConfig(Config):
     """Parallel text in several languages, and the tasks that are learned from it."""
 
     path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
-    """Folders with a file per split and language, SPLIT.LANG, also .gz or .zst; lines of the same number are translations (blank: missing)."""
+    """Folders with a file per split and language, SPLIT.LANG, also .gz or .zst; lines of the same number are
+    translations (blank: missing)."""
     encoding: Annotated[str | None, Spelling("NAME")] = None
-    """Text encoding by its Python name (latin-1, cp1252, utf-16-le); a byte-order mark takes precedence; none: UTF-8."""
+    """Text encoding by its Python name (latin-1, cp1252, utf-16-le); a byte-order mark takes precedence; none:
+    UTF-8."""
     languages: Annotated[tuple[str, ...], Spelling("LANG")] = ()
     """Languages to use; none: all that the folders have."""
     pairs: Annotated[tuple[str, ...], Spelling("FROM-TO")] = ()
@@ -190,7 +195,8 @@ class ParallelTextConfig(Config):
     neighbours: int = Field(default=64, gt=0)
     """Number of consecutive samples of similar length, which reduces padding; best equal to the batch size."""
     encode_with: Annotated[str | None, Spelling("FILE")] = None
-    """tokenizer.json of a run, with its vocabulary and languages; set by train.init_from; none: a tokenizer is trained on the text."""
+    """tokenizer.json of a run, with its vocabulary and languages; set by train.init_from; none: a tokenizer is trained
+    on the text."""
     cache_dir: Annotated[str | None, Spelling("DIR")] = None
     """Folder for tokenizers and tokens; none: the user's cache folder."""
 
@@ -209,11 +215,7 @@ class ParallelTextConfig(Config):
         for name in ("pairs", "without_pairs"):
             for pair in getattr(self, name):
                 codes = pair.split("-")
-                if (
-                    len(codes) != 2
-                    or codes[0] == codes[1]
-                    or not all(map(LANGUAGE.fullmatch, codes))
-                ):
+                if len(codes) != 2 or codes[0] == codes[1] or not all(map(LANGUAGE.fullmatch, codes)):
                     raise FieldError(
                         name,
                         pair,

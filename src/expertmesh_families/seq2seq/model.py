@@ -1,6 +1,7 @@
 """An encoder-decoder with mixture-of-experts layers on both sides: forward pass and initial weights.
 
-After Z-code M3 (Kim et al. 2021, arXiv 2109.10465): a deep encoder, a shallow decoder, MoE in every other layer of both.
+After Z-code M3 (Kim et al. 2021, arXiv 2109.10465): a deep encoder, a shallow decoder, MoE in every other layer of
+both.
 """
 
 from dataclasses import dataclass, replace
@@ -63,9 +64,7 @@ class Seq2SeqOutput:
     stats: tuple[RoutingStats, ...]  # one RoutingStats per MoE layer, the encoder's first; empty for a dense model
 
 
-torch.utils._pytree.register_dataclass(
-    Seq2SeqOutput, field_names=["logits_NV", "stats"], drop_field_names=[]
-)
+torch.utils._pytree.register_dataclass(Seq2SeqOutput, field_names=["logits_NV", "stats"], drop_field_names=[])
 torch.utils._pytree.register_dataclass(
     Tokens, field_names=["ids_T", "mask_T", "index_T", "rope", "context"], drop_field_names=[]
 )
@@ -109,8 +108,8 @@ class CrossAttention(nn.Module):
 
 
 class Layer(FeedForward):
-    """Layer: x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
-    """
+    """Layer: x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x +
+    feed_forward(norm(x))."""
 
     def __init__(
         self,
@@ -149,9 +148,7 @@ class Layer(FeedForward):
             layer_index=layer_index,
             **place,
         )
-        self.dropouts = nn.ModuleList(
-            TokenDropout(config.dropout, site=4 * layer_index + i) for i in range(3)
-        )
+        self.dropouts = nn.ModuleList(TokenDropout(config.dropout, site=4 * layer_index + i) for i in range(3))
 
     def forward(
         self,
@@ -233,9 +230,7 @@ class Seq2Seq(LanguageModel):
         self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **place)
-        self.dropouts = nn.ModuleList(
-            TokenDropout(config.dropout, site=4 * side + 3) for side in range(2)
-        )
+        self.dropouts = nn.ModuleList(TokenDropout(config.dropout, site=4 * side + 3) for side in range(2))
         self.source_places: UntiedPositions | None = None
         self.target_places: UntiedPositions | None = None
         if config.positions == "untied":
@@ -260,8 +255,8 @@ class Seq2Seq(LanguageModel):
     def init_weights(self, seed: int | None = None) -> None:
         """Initialise every parameter: N(0, init_std^2), norms 1, biases 0.
 
-        Projections back to the residual stream have init_std / sqrt(n), where n is their number in the encoder or decoder. The
-        numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
+        Projections back to the residual stream have init_std / sqrt(n), where n is their number in the encoder or
+        decoder. The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
         Args:
             seed: seed of the weights; None: a fresh one from torch's default generator.
@@ -308,11 +303,9 @@ class Seq2Seq(LanguageModel):
             cache.memory.append(layer.cross_attention.memory(source_BSD))
         cache.memory_mask = None if token_mask_BS is None else token_mask_BS[:, None, None]
 
-    def next_logits(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
-    ) -> Tensor:
-        """Logits (B, V) of the token after the last column, without a capacity; see `expertmesh.models.decoder.CausalLM`.
-        """
+    def next_logits(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> Tensor:
+        """Logits (B, V) of the token after the last column, without a capacity; see
+        `expertmesh.models.decoder.CausalLM`."""
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=None)
         check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
         if token_mask_BS is not None:
@@ -321,9 +314,7 @@ class Seq2Seq(LanguageModel):
         if not hasattr(cache, "memory"):
             raise ConfigError("cache has no source; call encode() with it first")
         context = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
-        tokens = self._tokens(
-            ids_BS, context, token_mask_BS, None, self.target_places, num_keys=cache.length
-        )
+        tokens = self._tokens(ids_BS, context, token_mask_BS, None, self.target_places, num_keys=cache.length)
         source_visible = Visible(ids_BS.shape[1], is_causal=False, mask=cache.memory_mask)
         x_BSD = self.embedding(ids_BS)
         for layer, memory in zip(self.decoder, cache.memory, strict=True):
@@ -367,9 +358,7 @@ class Seq2Seq(LanguageModel):
         source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
         # padding is on the right, so causal attention hides it from all real tokens
         context = DenseContext.of(target_BS.shape[1], device=target_BS.device)
-        tokens = self._tokens(
-            target_BS, context, target_mask_BS, target_index_T, self.target_places
-        )
+        tokens = self._tokens(target_BS, context, target_mask_BS, target_index_T, self.target_places)
         x_BSD = self.dropouts[1](self.embedding(target_BS), target_index_T)
         source_visible = visible_source(source_mask_BS, num_queries=target_BS.shape[1])
         for layer in self.decoder:
@@ -386,11 +375,7 @@ class Seq2Seq(LanguageModel):
         self, name: str, ids_BS: Tensor, mask_name: str, mask_BS: Tensor | None, *, is_source: bool
     ) -> None:
         """Raise ConfigError for ids or a mask that do not fit sources, or targets; see `forward`."""
-        what, most = (
-            ("source", self.config.max_source_len)
-            if is_source
-            else ("target", self.config.max_seq_len)
-        )
+        what, most = ("source", self.config.max_source_len) if is_source else ("target", self.config.max_seq_len)
         check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=most, name=name, what=what)
         check_home(name, ids_BS, self.embedding, self.embedding.weight)
         if mask_BS is None:
@@ -399,16 +384,12 @@ class Seq2Seq(LanguageModel):
         if not can_look_at(mask_BS):
             return
         if is_source and not bool(mask_BS.any(1).all()):
-            raise ConfigError(
-                f"{mask_name} has a row without a token; every source must have one; leave the row out"
-            )
+            raise ConfigError(f"{mask_name} has a row without a token; every source must have one; leave the row out")
         if is_source and self.source_places is None:
             return  # rotary scores depend on distances only
         if bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
             whose = "sources with untied positions" if is_source else "targets"
-            raise ConfigError(
-                f"{mask_name} has padding before a token; {whose} are padded on the right; move it there"
-            )
+            raise ConfigError(f"{mask_name} has padding before a token; {whose} are padded on the right; move it there")
 
     def _check_indices(
         self,
@@ -430,9 +411,7 @@ class Seq2Seq(LanguageModel):
                 check_tensor(name, index_T, _INDEX, {"T": ids.numel()}, device=ids.device)
         if target_places_N is not None:
             sizes = {"T": target_BS.numel()}
-            check_tensor(
-                "target_places_N", target_places_N, _PLACES, sizes, device=target_BS.device
-            )
+            check_tensor("target_places_N", target_places_N, _PLACES, sizes, device=target_BS.device)
 
     def _encode(
         self,

@@ -14,11 +14,13 @@ Fit = Literal["pad", "resize", "exact"]
 
 
 class SwinConfig(Config):
-    """A Swin Transformer V2, or the variant that was released as "SwinV2-MoE", with MoE in every second block of some stages."""
+    """A Swin Transformer V2, or the variant that was released as "SwinV2-MoE", with MoE in every second block of some
+    stages."""
 
     variant: Variant = "v2"
-    """Architecture: v2, Swin V2 as in the paper (scaled cosine attention, continuous position bias, post-norm); released, as in the published
-    SwinV2-MoE checkpoints (pre-norm, dot-product attention, plain position bias, no output bias in MLPs)."""
+    """Architecture: v2, Swin V2 as in the paper (scaled cosine attention, continuous position bias, post-norm);
+    released, as in the published SwinV2-MoE checkpoints (pre-norm, dot-product attention, plain position bias, no
+    output bias in MLPs)."""
     image_size: int = Field(default=256, gt=0)
     """Height and width of the images in pixels."""
     num_channels: Literal[1, 3] = 3
@@ -28,7 +30,8 @@ class SwinConfig(Config):
     patch_size: int = Field(default=4, gt=0)
     """Height and width of a patch in pixels; a patch is a token of the first stage."""
     dim: int = Field(default=96, gt=0)
-    """Width of the first stage (D); each further stage doubles the width and halves height and width of the feature map."""
+    """Width of the first stage (D); each further stage doubles the width and halves height and width of the feature
+    map."""
     depths: tuple[Annotated[int, Field(gt=0)], ...] = (2, 2, 6, 2)
     """Number of blocks of each stage."""
     num_heads: tuple[Annotated[int, Field(gt=0)], ...] = (3, 6, 12, 24)
@@ -36,7 +39,8 @@ class SwinConfig(Config):
     window_size: int = Field(default=8, gt=0)
     """Height and width of an attention window in tokens; a smaller feature map is one window."""
     pretrained_window_sizes: tuple[Annotated[int, Field(gt=0)], ...] = ()
-    """Pretrained window size of each stage, for its position bias; set by train.init_from; none: this model's window sizes."""
+    """Pretrained window size of each stage, for its position bias; set by train.init_from; none: this model's window
+    sizes."""
     mlp_ratio: float = Field(default=4.0, gt=0)
     """Hidden size of MLPs and experts as a ratio of the stage's width."""
     drop_path: float = Field(default=0.2, ge=0, lt=1)
@@ -84,10 +88,7 @@ class SwinConfig(Config):
         counts = self.moe.num_experts
         left = list(counts * self.num_moe_layers if len(counts) == 1 else counts)
         return tuple(
-            tuple(
-                left.pop(0) if left and stage in self.moe_stages and block % 2 else 0
-                for block in range(depth)
-            )
+            tuple(left.pop(0) if left and stage in self.moe_stages and block % 2 else 0 for block in range(depth))
             for stage, depth in enumerate(self.depths, 1)
         )
 
@@ -101,9 +102,7 @@ class SwinConfig(Config):
         )
         for dim, heads in zip(self.stage_dims, self.num_heads, strict=True):
             if dim % heads:
-                raise FieldError(
-                    "num_heads", heads, f"must divide the stage's width, {dim}", "choose a divisor"
-                )
+                raise FieldError("num_heads", heads, f"must divide the stage's width, {dim}", "choose a divisor")
         self._check_maps()
         self._check_experts()
         return self
@@ -165,15 +164,15 @@ _OF_WEIGHTS = (
 )  # fmt: skip
 """Options of the model that its weights fix; options of images, windows and classes may change."""
 _OF_EXPERTS = (
-    "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",
-    "num_expert_groups", "num_limited_groups", "group_score", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
+    "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",  # noqa: E501
+    "num_expert_groups", "num_limited_groups", "group_score", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",  # noqa: E501
     "residual", "router_bias",
 )  # fmt: skip
 
 
 def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfig":
-    """The configuration with all options that the weights of the run in train.init_from fix; images, windows and classes stay.
-    """
+    """The configuration with all options that the weights of the run in train.init_from fix; images, windows and
+    classes stay."""
     model = config.model.model_dump() | {name: getattr(other.model, name) for name in _OF_WEIGHTS}
     if not other.model.moe.num_experts:
         model["moe"] = other.model.moe.model_dump()
@@ -187,14 +186,18 @@ class ImagesConfig(Config):
     """Labelled images and their augmentation."""
 
     path: Annotated[tuple[str, ...], Spelling("PATH")] = ()
-    """Folders with a subfolder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, also .gz); splits are
-    subfolders train/ and val/ (or test/), or prefixes train- and test- of IDX files. Classes of several folders are merged."""
+    """Folders with a subfolder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, also .gz);
+    splits are subfolders train/ and val/ (or test/), or prefixes train- and test- of IDX files. Classes of several
+    folders are merged."""
     train_images: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Number of training images (the first ones) per folder of IDX files without a split; 0 or none: by validation_fraction."""
+    """Number of training images (the first ones) per folder of IDX files without a split; 0 or none: by
+    validation_fraction."""
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
-    """Fraction of images for validation in folders without a split: the last ones of IDX files, a part of each class otherwise."""
+    """Fraction of images for validation in folders without a split: the last ones of IDX files, a part of each class
+    otherwise."""
     fit: Fit = "resize"
-    """Images of another size: padded with zeros (pad, smaller ones only), center-cropped and resized (resize), or an error (exact)."""
+    """Images of another size: padded with zeros (pad, smaller ones only), center-cropped and resized (resize), or an
+    error (exact)."""
     flip: bool = False
     """Whether images are flipped horizontally with probability 0.5."""
     rotate: float = Field(default=0.0, ge=0, le=180)

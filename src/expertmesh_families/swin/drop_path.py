@@ -23,7 +23,8 @@ class DropPath(Keyed):
         self.rates = tuple(rates)
 
     def forward(self, image_index_B: Tensor) -> Tensor | None:
-        """Factors (branches, B) FP32 of the branches' outputs: 0 or 1 / (1 - rate). None in evaluation or if all rates are 0.
+        """Factors (branches, B) FP32 of the branches' outputs: 0 or 1 / (1 - rate). None in evaluation or if all rates
+        are 0.
 
         Args:
             image_index_B: (B,) int64 global image indices.

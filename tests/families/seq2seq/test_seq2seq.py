@@ -153,9 +153,7 @@ def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "positions, capacity", [("rotary", None), ("untied", None), ("rotary", 0.5)]
-)
+@pytest.mark.parametrize("positions, capacity", [("rotary", None), ("untied", None), ("rotary", 0.5)])
 def test_cached_beams_that_share_sources_equal_uncached_ones(positions, capacity):
     """Nor does a capacity in evaluation make a translation depend on the texts beside it."""
     free = Seq2Seq(config(positions=positions), dtype=torch.float64, seed=1).eval()
@@ -192,9 +190,7 @@ def test_published_sizes(name, billions):
     total = sum(p.numel() for p in model.parameters())
     assert round(total / 1e9, 2) == billions
     costs = seq2seq_costs(run, num_ranks=1, dtype="bfloat16")
-    inactive = sum(
-        p.numel() - p.numel() // len(p) for n, p in model.named_parameters() if ".experts." in n
-    )
+    inactive = sum(p.numel() - p.numel() // len(p) for n, p in model.named_parameters() if ".experts." in n)
     assert (costs.parameters, costs.active) == (total, total - inactive)
     assert [len(side) for side in cfg.experts_per_layer()] == [24, 12]
     assert cfg.num_moe_layers in (0, 18)
@@ -236,9 +232,11 @@ def test_every_parameter_is_counted(moe):
 @pytest.mark.parametrize("positions", ["rotary", "untied"])
 @pytest.mark.parametrize("moe", OF_A_LAYER[:3], ids=str)
 def test_operations_are_those_of_the_matrices(moe, positions):
-    """Two for each element of a matrix that a token passes, four for each of a head's and each token that attention looks at.
+    """Two for each element of a matrix that a token passes, four for each of a head's and each token that attention
+    looks at.
 
-    Heads of self-attention are twice as wide with untied positions, whose matrices serve all samples of a batch at once.
+    Heads of self-attention are twice as wide with untied positions, whose matrices serve all samples of a batch at
+    once.
     """
     cfg = config(moe=MoEConfig(**moe), positions=positions)
     D, S, T, B = cfg.dim, 9, 6, 4
@@ -252,18 +250,13 @@ def test_operations_are_those_of_the_matrices(moe, positions):
             size //= B
         elif parameter.layer is None or len(parameter.shape) < 2:
             continue
-        if (
-            parameter.name.startswith(("encoder", "source"))
-            or "cross_attention.kv" in parameter.name
-        ):
+        if parameter.name.startswith(("encoder", "source")) or "cross_attention.kv" in parameter.name:
             of_source += 2 * size
         else:
             of_target += 2 * size
     of_source += 4 * width * S * cfg.num_encoder_layers
     # a target token sees 1, 2, ... T tokens before it, and the whole source
-    of_target += (
-        sum(4 * width * n + 4 * D * S for n in range(1, T + 1)) // T * cfg.num_decoder_layers
-    )
+    of_target += sum(4 * width * n + 4 * D * S for n in range(1, T + 1)) // T * cfg.num_decoder_layers
     of_target += 2 * D * cfg.vocab_size
     flops = forward_flops(cfg, source_len=S, target_len=T, batch_size=B)
     assert (flops.source_flops, flops.target_flops) == (of_source, of_target)
@@ -346,8 +339,7 @@ def test_targets_at_places_equal_those_of_the_mask_to_the_bit():
     found = task.loss(model, batch, part).total
     gradients = torch.autograd.grad(found, list(model.parameters()))
     source_mask, mask = (
-        torch.arange(ids.shape[1]) < n[:, None]
-        for ids, n in ((source, source_lengths), (target, lengths))
+        torch.arange(ids.shape[1]) < n[:, None] for ids, n in ((source, source_lengths), (target, lengths))
     )
     before = torch.cat((torch.zeros_like(target[:, :1]), target[:, :-1]), 1)
     output = model(source, before, source_mask_BS=source_mask, target_mask_BS=mask)
@@ -391,9 +383,7 @@ def test_label_smoothing_equals_pytorchs(smoothing):
     grad = torch.rand(18)
 
     def plain(x):
-        return F.cross_entropy(
-            x.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
-        )
+        return F.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)
 
     results = []
     for function, x in (

@@ -54,9 +54,7 @@ REFUSED = {
     "gather_tokens": _TENSOR,
     "drop_tokens": _TENSOR,
 }
-REFUSED |= dict.fromkeys(
-    ["layer", "utils", "sharded_moe", "experts", "mappings"], "import its names from here"
-)
+REFUSED |= dict.fromkeys(["layer", "utils", "sharded_moe", "experts", "mappings"], "import its names from here")
 REFUSED |= dict.fromkeys(
     [
         "ep_count",
@@ -69,7 +67,8 @@ REFUSED |= dict.fromkeys(
     ],
     "spread a model of transformers with DistributedConfig(ep_implementation='expertmesh')",
 )
-"""Names of `deepspeed.moe` and its modules without a counterpart, with the way out. A module stands for all that is in it."""
+"""Names of `deepspeed.moe` and its modules without a counterpart, with the way out. A module stands for all that is in
+it."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -73,8 +73,8 @@ class MoE(nn.Module):
         eval_capacity_factor: capacity factor in evaluation.
         min_capacity: minimum rows per expert.
         use_residual: y = a MoE(x) + b expert(x) with (a, b) a learned softmax (PR-MoE, arXiv 2201.05596).
-        noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice; no
-            effect for k above 1, as there).
+        noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice;
+            no effect for k above 1, as there).
         drop_tokens: False: no capacity.
         use_rts: random token selection for k = 1. Otherwise the first tokens are kept (k = 2), or the tokens with the
             largest weights (k > 2).
@@ -114,9 +114,7 @@ class MoE(nn.Module):
         _join_theirs()
         nn.Module.__init__(self)
         if isinstance(num_experts, (list, tuple)):
-            raise ConfigError(
-                f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
-            )
+            raise ConfigError(f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid")
         check_arguments(
             hidden_size=hidden_size,
             expert=expert,
@@ -135,9 +133,7 @@ class MoE(nn.Module):
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
         if num_experts % ep_size:
-            raise ConfigError(
-                f"ep_size={ep_size}: must divide num_experts={num_experts}; choose a divisor"
-            )
+            raise ConfigError(f"ep_size={ep_size}: must divide num_experts={num_experts}; choose a divisor")
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
         self.use_residual = use_residual
@@ -197,9 +193,7 @@ class MoE(nn.Module):
     def _name_modules(self) -> None:
         """Give experts that are modules the name that DeepSpeed has for their list."""
         if self._mlp is None:
-            modules = [
-                wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()
-            ]
+            modules = [wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()]
             self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
 
     def _fill(self, expert: nn.Module) -> None:
@@ -235,7 +229,8 @@ class MoE(nn.Module):
         """
         if use_data_before_expert_parallel_:
             raise ConfigError(
-                "use_data_before_expert_parallel_=True: ranks that share a copy of the experts are neighbours here; leave it "
+                "use_data_before_expert_parallel_=True: ranks that share a copy of the experts are neighbours here; "
+                "leave it "
                 "out, or spread the layer with expertmesh.parallel and a world of another order"
             )
         has_engine = _has_engine()
@@ -264,9 +259,7 @@ class MoE(nn.Module):
             if not has_engine and parameter.requires_grad:
                 parameter.register_hook(lambda grad: grad / world.size)
 
-    def forward(
-        self, hidden_states: Tensor, used_token: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Route every token through its experts.
 
         Args:
@@ -305,11 +298,13 @@ def _join_theirs() -> None:
 
 
 def _refuse_parted_at_birth() -> None:
-    """Raise ConfigError within `deepspeed.zero.Init`, which takes the values of a parameter away as soon as it is made."""
+    """Raise ConfigError within `deepspeed.zero.Init`, which takes the values of a parameter away as soon as it is
+    made."""
     parts = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if parts is not None and parts.zero_init_context:
         raise ConfigError(
-            "deepspeed.zero.Init: parts parameters as they are made, for ZeRO 3, which DeepSpeed has not for MoE; build the "
+            "deepspeed.zero.Init: parts parameters as they are made, for ZeRO 3, which DeepSpeed has not for MoE; "
+            "build the "
             "model outside of it and choose ZeRO stage 1 or 2, or shard all of it with expertmesh.parallelize"
         )
 
@@ -324,7 +319,8 @@ def _share_groups(moe: MoE) -> None:
     """Make DeepSpeed's process groups for `ep_size`, over which its engine reduces gradients of experts."""
     if not isinstance(moe, sys.modules["deepspeed.moe.layer"].MoE):
         raise ConfigError(
-            "MoE was built before DeepSpeed was imported, which cannot find it; import deepspeed before the model is built"
+            "MoE was built before DeepSpeed was imported, which cannot find it; import deepspeed before the model is "
+            "built"
         )
     groups = sys.modules["deepspeed.utils.groups"]
     ranks = dist.get_world_size()
@@ -334,17 +330,15 @@ def _share_groups(moe: MoE) -> None:
         )
     if moe.enable_expert_tensor_parallelism and ranks > moe.ep_size:
         raise ConfigError(
-            f"enable_expert_tensor_parallelism=True: DeepSpeed's engine would average the slices of {ranks // moe.ep_size} ranks; "
+            "enable_expert_tensor_parallelism=True: DeepSpeed's engine would average the slices of "
+            f"{ranks // moe.ep_size} ranks; "
             "leave it out"
         )
     if groups._get_sequence_parallel_world_size() > 1:
         raise ConfigError(
             "sequence_parallel_size: MoE has no sequence parallelism under DeepSpeed's engine; leave it out"
         )
-    if (
-        ranks % moe.ep_size == 0
-        and moe.expert_group_name not in groups._get_expert_parallel_group_dict()
-    ):
+    if ranks % moe.ep_size == 0 and moe.expert_group_name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(moe.ep_size)
 
 
@@ -410,7 +404,7 @@ def _place_own_experts(moe: MoE, state: dict[str, Any], prefix: str) -> None:
     begin, count = f"{prefix}{_EXPERTS}.", moe.num_local_experts
     given = {int(n.removeprefix(begin).split(".")[0]): 0 for n in state if n.startswith(begin)}
     is_whole = getattr(moe._layer.dispatcher, "storage", None) is None
-    if not is_whole or not dist.is_initialized() or count == moe.num_experts or sorted(given) != [*range(count)]:  # fmt: skip
+    if not is_whole or not dist.is_initialized() or count == moe.num_experts or sorted(given) != [*range(count)]:
         return
     first = dist.get_rank() % moe.ep_size * count
     own = {n: state.pop(n) for n in list(state) if n.startswith(begin)}
@@ -424,6 +418,4 @@ def _to_ours(moe: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -
     assert isinstance(moe, MoE)
     if _has_theirs(moe):
         _place_own_experts(moe, state, prefix)
-        others[-1].extend(
-            from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="deepspeed_moe.")
-        )
+        others[-1].extend(from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="deepspeed_moe."))

@@ -36,14 +36,10 @@ def load_expert_files(folder: str | Path, tag: str | None = None) -> dict[str, T
     if tag is None:
         latest = folder / "latest"
         if not latest.is_file():
-            raise ConfigError(
-                f"{folder}: has no file latest; give the tag, the name of a folder in it"
-            )
+            raise ConfigError(f"{folder}: has no file latest; give the tag, the name of a folder in it")
         tag = latest.read_text().strip()
     if not (folder / tag / _SHARED).is_file():
-        raise ConfigError(
-            f"{folder / tag}: has no {_SHARED}; give a folder that engine.save_checkpoint wrote"
-        )
+        raise ConfigError(f"{folder / tag}: has no {_SHARED}; give a folder that engine.save_checkpoint wrote")
     state: dict[str, Tensor] = dict(load_torch_file(folder / tag / _SHARED)["module"])
     for path in sorted((folder / tag).glob("*expert_*_mp_rank_00_model_states.pt")):
         state |= load_torch_file(path)
@@ -51,8 +47,8 @@ def load_expert_files(folder: str | Path, tag: str | None = None) -> dict[str, T
 
 
 def save_expert_files(model: nn.Module, folder: str | Path, tag: str) -> None:
-    """Write a model on one process as `engine.save_checkpoint` does, without optimizer: its engine loads it on any `ep_size`.
-    """
+    """Write a model on one process as `engine.save_checkpoint` does, without optimizer: its engine loads it on any
+    `ep_size`."""
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if Path(tag).name != tag:
         raise ConfigError(f"tag={tag!r}: must be the name of a folder; leave out / and ..")

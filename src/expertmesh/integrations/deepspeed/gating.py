@@ -1,7 +1,8 @@
-"""Replacement for the gating functions of `deepspeed.moe.sharded_moe`: choices as dense masks, or as one list per choice.
+"""Replacement for the gating functions of `deepspeed.moe.sharded_moe`: choices as dense masks, or as one list per
+choice.
 
-Where DeepSpeed keeps arbitrary tokens (k = 1 without random token selection), the first are kept; logits that are passed
-in are not changed; fewer tokens than `min_capacity` are no error.
+Where DeepSpeed keeps arbitrary tokens (k = 1 without random token selection), the first are kept; logits that are
+passed in are not changed; fewer tokens than `min_capacity` are no error.
 """
 
 from collections.abc import Callable
@@ -48,8 +49,9 @@ def top1gating(
     """Choose one expert per token.
 
     Returns:
-        The balance loss, (S, E, C) weights, (S, E, C) bool where they are not 0, and (E,) choices per expert before dropping.
-        With `sparse_routes` the loss, C, E, (K, S) int32 experts (-1: dropped), (K, S) int32 rows, (K, S) weights, (E,) choices.
+        The balance loss, (S, E, C) weights, (S, E, C) bool where they are not 0, and (E,) choices per expert before
+        dropping. With `sparse_routes` the loss, C, E, (K, S) int32 experts (-1: dropped), (K, S) int32 rows, (K, S)
+        weights, (E,) choices.
 
     Example:
         >>> loss, weights, mask, counts = top1gating(torch.eye(4), 1.0, 0)
@@ -63,7 +65,7 @@ def top1gating(
     )
     check_logits(logits, 1, used_token)
     gates = F.softmax(logits, dim=1)
-    noisy = logits + gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == "RSample" else gates  # fmt: skip
+    noisy = logits + gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == "RSample" else gates
     ids = noisy.argmax(1)
     used = torch.ones_like(ids, dtype=torch.bool) if used_token is None else used_token.reshape(-1) != 0  # fmt: skip
     mask = F.one_hot(ids, logits.shape[1]).to(torch.bool) & used[:, None]

@@ -74,9 +74,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         check_type("a group", group, dict, _GROUPS)
         if missing := {"params", "name"} - group.keys():
-            raise ConfigError(
-                f"a group has no {min(missing)!r}; give every group params and a name"
-            )
+            raise ConfigError(f"a group has no {min(missing)!r}; give every group params and a name")
         group["params"] = list(group["params"])
     names = sorted({p.group_name for g in groups for p in g["params"] if is_moe_param(p)})
     of_experts: list[Group] = []
@@ -109,9 +107,7 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[Group]:
         or not model_parameters
         or not all(isinstance(p, (torch.Tensor, dict)) for p in model_parameters)
     ):
-        raise ConfigError(
-            "model_parameters: must be a list of parameters or of groups; give list(model.parameters())"
-        )
+        raise ConfigError("model_parameters: must be a list of parameters or of groups; give list(model.parameters())")
     if not isinstance(model_parameters[0], dict):
         whole = {"params": model_parameters, "name": "dense-params"}
         return split_params_into_different_moe_groups_for_optimizer(whole)

@@ -32,7 +32,8 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
     learned = Checkpoint(checkpoint, prefix="model.")
     if more := [name for name in learned.tensors if not is_factor(name)]:
         raise ConfigError(
-            f"{checkpoint}: {more[0]} has learned too, and peft's folder holds adapters only; convert it without adapter_only"
+            f"{checkpoint}: {more[0]} has learned too, and peft's folder holds adapters only; convert it without "
+            "adapter_only"
         )
     pairs = read_factor_pairs(learned).items()
     return {name: TrainedAdapter(a, b, options.scaling(a.shape[-2])) for name, (a, b) in pairs}
@@ -48,9 +49,7 @@ def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
     return found
 
 
-def write_adapter_folder(
-    checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True
-) -> int:
+def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True) -> int:
     """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's."""
     found = adapters_of(checkpoint)
     base, _ = _base_of(checkpoint)
@@ -117,6 +116,7 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
         error_T = (own - expected).abs().amax(-1) / scale
         if (error_T < tolerance).double().mean() < _AGREEING:
             raise CheckpointError(
-                f"{checkpoint}: {name} logits differ from those of its adapters by {float(error_T.max()):.2g} of the largest; "
+                f"{checkpoint}: {name} logits differ from those of its adapters by {float(error_T.max()):.2g} of the "
+                "largest; "
                 "nothing was written: report it, with the model's config.json"
             )

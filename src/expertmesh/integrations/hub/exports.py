@@ -17,7 +17,8 @@ _log = logging.getLogger("expertmesh.integrations")
 
 
 def origin_of(run_dir: Path) -> HubFamily | None:
-    """Hub architecture that the model of a run was converted from; None: not from the hub, or an unknown architecture."""
+    """Hub architecture that the model of a run was converted from; None: not from the hub, or an unknown
+    architecture."""
     path = run_dir / EXTRAS / "config.json"
     try:
         return hub_family(parse_json(path.read_bytes())) if path.is_file() else None
@@ -47,9 +48,7 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
     rope: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
     if config.rope_scaling.factor > 1:
         scaling = config.rope_scaling
-        rope |= {name: getattr(scaling, ours) for name, ours in YARN.items()} | {
-            "rope_type": "yarn"
-        }
+        rope |= {name: getattr(scaling, ours) for name, ours in YARN.items()} | {"rope_type": "yarn"}
         rope = {name: value for name, value in rope.items() if value not in (None, 0.0)}
         rope["truncate"] = scaling.truncate
     values = {

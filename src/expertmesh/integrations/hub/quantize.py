@@ -105,9 +105,7 @@ def quantize(
     if run.is_quantized:
         raise ConfigError("source", source, "is quantised already", "give what it was made of")
     if run.family.name != "gpt":
-        raise ConfigError(
-            "source", source, f"is of family {run.family.name}", "quantise a model of family gpt"
-        )
+        raise ConfigError("source", source, f"is of family {run.family.name}", "quantise a model of family gpt")
     run = run.with_weights()
     weights = run.open_weights(dtype)
     dtype = dtype or _dtype_of(run)
@@ -116,9 +114,7 @@ def quantize(
     if calibration is not None:
         opened = open_model(run)
         with threads_of_calls(opened.model, opened.precision, num_rows=_ROWS):
-            importance = importance_of(
-                opened, expanded(calibration), most_bytes=calibration_bytes, on_read=on_opened
-            )
+            importance = importance_of(opened, expanded(calibration), most_bytes=calibration_bytes, on_read=on_opened)
         plan = plan._replace(importance=importance)
     with complete_folder(target) as partial:
         sizes = _write_weights(weights, plan, partial)
@@ -135,18 +131,14 @@ def quantize(
     return Quantized(target, what, report)
 
 
-def _check_options(
-    format: str, group_size: int | None, layers: str, calibration: str | Path | None
-) -> None:
+def _check_options(format: str, group_size: int | None, layers: str, calibration: str | Path | None) -> None:
     """Refuse values that do not exist, and options without effect."""
     for name, value, known in (("format", format, FORMATS), ("layers", layers, ("experts", "all"))):
         if value not in known:
             raise ConfigError(name, value, f"must be {' or '.join(known)}", f"use {known[0]}")
     if group_size is not None:
         if format != "int4":
-            raise ConfigError(
-                "group_size", group_size, f"has no effect with {format}", "leave it out"
-            )
+            raise ConfigError("group_size", group_size, f"has no effect with {format}", "leave it out")
         if group_size not in GROUP_SIZES:
             raise ConfigError("group_size", group_size, "must be 32, 64 or 128", "use 64")
     if calibration is not None and format == "fp8":
@@ -178,23 +170,15 @@ def _hub_type(run: Run) -> str | None:
         return None
 
 
-def _planned(
-    run: Run, weights: TensorSource, scheme: Scheme, layers: str, dtype: torch.dtype
-) -> _Plan:
+def _planned(run: Run, weights: TensorSource, scheme: Scheme, layers: str, dtype: torch.dtype) -> _Plan:
     model_type = _hub_type(run)
-    found = (
-        own_pieces(weights.tensors)
-        if model_type is None
-        else pieces(_model_of(run), model_type, one_by_one=True)
-    )
+    found = own_pieces(weights.tensors) if model_type is None else pieces(_model_of(run), model_type, one_by_one=True)
     by_ours = [(ours, list(several)) for ours, several in groupby(found, lambda p: p.ours)]
     rounds: dict[str, Any] = {}
     for ours, several in by_ours:
         is_other = layers == "all" and not any(kept in ours for kept in _KEEP)
         for piece in several:
-            if is_expert(ours) or (
-                is_other and len(piece.hub_shape) == 2 and piece.hub_name.endswith(".weight")
-            ):
+            if is_expert(ours) or (is_other and len(piece.hub_shape) == 2 and piece.hub_name.endswith(".weight")):
                 rounds[piece.hub_name] = piece.hub_shape
     if not rounds:
         raise ConfigError("source", run.path, "has no routed experts", "quantise a mixture")
@@ -232,9 +216,7 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
                 continue
             first = next(p for p in several if p.hub_name == name).ours_at[0].start
             importance = plan.importance.get(ours)
-            yield from _rounded(
-                found, plan, None if importance is None else importance[first % len(importance)]
-            )
+            yield from _rounded(found, plan, None if importance is None else importance[first % len(importance)])
         del tensor  # freed before the next one is read
 
 

@@ -81,9 +81,7 @@ def _write_weights(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    by_ours = [
-        (o, list(g)) for o, g in groupby(pieces(config, family.model_type), lambda p: p.ours)
-    ]
+    by_ours = [(o, list(g)) for o, g in groupby(pieces(config, family.model_type), lambda p: p.ours)]
     targets = [t for _, several in by_ours for t in _targets(several, dtype)]
     values = _values(checkpoint, by_ours, dtype)
     write_shards(folder, targets, values, shard_bytes=shard_bytes)
@@ -96,9 +94,7 @@ def _targets(several: list[Piece], dtype: torch.dtype) -> list[FileTensor]:
     return [FileTensor(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
 
 
-def _values(
-    checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
-) -> Iterator[Tensor]:
+def _values(checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype) -> Iterator[Tensor]:
     source = checkpoint_weights(checkpoint)
     for ours, several in by_ours:
         tensor = read_whole(source, ours)
@@ -117,9 +113,7 @@ def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Ten
     return found
 
 
-def write_rest(
-    run_dir: Path, config: ModelConfig, family: HubFamily, folder: Path, dtype: torch.dtype
-) -> None:
+def write_rest(run_dir: Path, config: ModelConfig, family: HubFamily, folder: Path, dtype: torch.dtype) -> None:
     """Write all files of a hub folder except the weights; see `save_pretrained` for the arguments."""
     values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
     extras = run_dir / EXTRAS
@@ -138,9 +132,7 @@ def write_rest(
         text = text_format(tokenizer, run_dir / "tokenizer.json", model=config)
         _write_tokenizer(run_dir / "tokenizer.json", text.start_ids, folder)
         begin, end = text.first_ids[0], end_of_text_id(tokenizer)
-        if (
-            OwnFormat(tokenizer).has_marks and not extras.is_dir()
-        ):  # trained on conversations in our own format
+        if OwnFormat(tokenizer).has_marks and not extras.is_dir():  # trained on conversations in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
         values |= {"bos_token_id": begin, "eos_token_id": end}
         told = {"bos_token_id": begin, "eos_token_id": list(text.end_ids)}

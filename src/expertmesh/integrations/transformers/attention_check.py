@@ -68,45 +68,30 @@ class SeenTokens(Cache):
 
 @dataclass
 class AttentionProbe:
-    """Argument passed instead of the engine's pages in the check: attends densely, and records how each layer attends.
+    """Argument passed instead of the engine's pages in the check: attends densely, and records how each layer
+    attends."""
 
-    Attributes:
-        sequence_T: (T,) sequence of each token of the step.
-        positions_T: (T,) position of each token.
-        steps: number of steps so far.
-    """
-
-    sequence_T: Tensor
-    positions_T: Tensor
+    sequence_T: Tensor  # (T,) sequence of each token of the step
+    positions_T: Tensor  # (T,) position of each token
     masks: dict[int, Callable[..., Tensor] | None] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     calls: list[int] = field(default_factory=list)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    steps: int = 0
+    steps: int = 0  # number of steps so far
 
     def attend(
         self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        layer: int,  # index of the layer
+        query: Tensor,  # (1, H, T, d) queries, to be divided by sqrt(d)
+        key: Tensor,  # (1, h, T, d) keys
+        value: Tensor,  # (1, h, T, n) values
         *,
-        mask: Callable[..., Tensor] | None,
-        window: int | None,
-        rule: ScoreRule,
+        mask: Callable[..., Tensor] | None,  # transformers' mask function of the layer; None: causal
+        window: int | None,  # window of the layer; read where there is no mask function
+        rule: ScoreRule,  # soft cap and sinks
     ) -> Tensor:
-        """(1, H, T, size of a value) attention of a step's tokens within their sequences, earlier steps included.
-
-        Args:
-            layer: index of the layer.
-            query: (1, H, T, d) queries, to be divided by sqrt(d).
-            key: (1, h, T, d) keys.
-            value: (1, h, T, n) values.
-            mask: transformers' mask function of the layer; None: causal.
-            window: window of the layer; read where there is no mask function.
-            rule: soft cap and sinks.
-        """
+        """(1, H, T, size of a value) attention of a step's tokens within their sequences, earlier steps included."""
         self.calls.append(layer)
         self.masks[layer], self.windows[layer] = mask, window
         self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1])
@@ -131,37 +116,29 @@ class AttentionProbe:
         return query_blocks.attention(query, key, value, visible, rule)
 
     def rules(self, name: str) -> tuple[ScoreRule, ...]:
-        """Window or chunk of each layer.
-
-        Raises:
-            ConfigError: a layer attends twice or never, or its mask is neither a window nor a chunk.
-        """
+        """Window or chunk of each layer."""
         places = sorted(self.masks)
         if not places or places != list(range(len(places))) or self.calls != places * self.steps:
             calls = len(self.calls) // self.steps
             raise ConfigError(
-                f"{name}: {calls} calls of attention by layers {places}; each layer must attend once; use a model that does"
+                f"{name}: {calls} calls of attention by layers {places}; each layer must attend once; use a model "
+                "that does"
             )
         return tuple(_rule_of(name, i, self.masks[i], self.windows[i]) for i in places)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Number of key heads, and the largest size of a key or value head.
-
-        Raises:
-            ConfigError: layers differ.
-        """
+        """Number of key heads, and the largest size of a key or value head."""
         shapes = set(self.shapes.values())
         if len(shapes) != 1:
             raise ConfigError(
-                f"{name}: its layers have keys of different shapes {sorted(shapes)}; the engine has one cache for all; use another model"
+                f"{name}: its layers have keys of different shapes {sorted(shapes)}; the engine has one cache for "
+                "all; use another model"
             )
         heads, size, values = next(iter(shapes))
         return heads, max(size, values)
 
 
-def _rule_of(
-    name: str, layer: int, mask: Callable[..., Tensor] | None, window: int | None
-) -> ScoreRule:
+def _rule_of(name: str, layer: int, mask: Callable[..., Tensor] | None, window: int | None) -> ScoreRule:
     """Score rule (full, window, or chunks) of a mask function, from its values at a few far positions."""
     if mask is None:
         return ScoreRule(window=window)
@@ -174,7 +151,8 @@ def _rule_of(
         first = int(places[0])
         if len(places) != position + 1 - first:
             raise ConfigError(
-                f"{name}: layer {layer} sees other keys than the last ones before a token; use a model with windows or chunks"
+                f"{name}: layer {layer} sees other keys than the last ones before a token; use a model with windows "
+                "or chunks"
             )
         return first
 
@@ -188,35 +166,21 @@ def _rule_of(
     chunk = math.gcd(*firsts)
     if all(query // chunk * chunk == first for query, first in zip(queries, firsts, strict=True)):
         return ScoreRule(chunk=chunk)
-    raise ConfigError(
-        f"{name}: layer {layer} has a mask that is neither a window nor a chunk; use another model"
-    )
+    raise ConfigError(f"{name}: layer {layer} has a mask that is neither a window nor a chunk; use another model")
 
 
 @dataclass(frozen=True)
 class CheckedSequences:
-    """Sequences of the check, by start and draw, with the logits of the model's own pass of each alone.
+    """Sequences of the check, by start and draw, with the logits of the model's own pass of each alone."""
 
-    Attributes:
-        ids_NS: (N, S) tokens.
-        positions_NS: (N, S) positions.
-        logits_NSV: (N, S, V) logits.
-        draws: number of sequences with the same positions, neighbours among the N.
-    """
-
-    ids_NS: Tensor
-    positions_NS: Tensor
-    logits_NSV: Tensor
-    draws: int
+    ids_NS: Tensor  # (N, S) tokens
+    positions_NS: Tensor  # (N, S) positions
+    logits_NSV: Tensor  # (N, S, V) logits
+    draws: int  # number of sequences with the same positions, neighbours among the N
 
 
 def own_logits(model: Any, max_len: int) -> CheckedSequences:
-    """Sequences at the first, middle and last positions, with the logits of the model's own passes.
-
-    Args:
-        model: the model, with its own experts; its attention becomes transformers' eager one.
-        max_len: number of positions.
-    """
+    """Sequences at the first, middle and last positions, with the logits of the model's own passes."""
     device, size = model.device, min(_TOKENS, max_len)
     vocab_size = model.get_input_embeddings().num_embeddings
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
@@ -241,25 +205,15 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
 def compare_steps(name: str, own: CheckedSequences, step: Step) -> AttentionProbe:
     """Run the sequences as the engine does, and compare their logits with the model's own.
 
-    Args:
-        name: name of the model's class.
-        own: sequences of `own_logits`.
-        step: a step of the engine.
-
     Returns:
         The probe, which knows how each layer attends.
-
-    Raises:
-        ConfigError: logits differ; says where, and by how much.
     """
     N, S = own.ids_NS.shape
     sequence_NS = torch.arange(N, device=own.ids_NS.device)[:, None].expand(N, S)
     found = torch.empty_like(own.logits_NSV)
     probe = AttentionProbe(sequence_NS, own.positions_NS)
     for part, order in ((slice(_SPLIT), slice(None)), (slice(_SPLIT, S), range(N - 1, -1, -1))):
-        ids, positions, sequence = (
-            t[order, part].flatten() for t in (own.ids_NS, own.positions_NS, sequence_NS)
-        )
+        ids, positions, sequence = (t[order, part].flatten() for t in (own.ids_NS, own.positions_NS, sequence_NS))
         if not len(ids):
             continue
         probe.sequence_T, probe.positions_T = sequence, positions
@@ -278,8 +232,10 @@ def compare_steps(name: str, own: CheckedSequences, step: Step) -> AttentionProb
     if not worst <= (_EXACT if is_exact else _NARROW):
         start = int(own.positions_NS[int(error_NS.amax(1).argmax()) * own.draws, 0])
         raise ConfigError(
-            f"{name}: its logits from position {start} on, over our attention and beside other sequences, are off by {worst:.1e} of "
-            "the largest; it does not keep to transformers' attention interface, or depends on more than the tokens of a sequence and "
+            f"{name}: its logits from position {start} on, over our attention and beside other sequences, are off by "
+            f"{worst:.1e} of "
+            "the largest; it does not keep to transformers' attention interface, or depends on more than the tokens "
+            "of a sequence and "
             "their positions; use a model that does"
         )
     return probe

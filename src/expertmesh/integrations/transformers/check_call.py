@@ -93,8 +93,7 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
         raise wrong_type("past_key_values", cache, "a DynamicCache of transformers", fix)
     if cache.is_compileable:
         raise ConfigError(
-            f"past_key_values: {type_of(cache)} has a fixed size; use a DynamicCache, or leave "
-            "cache_implementation out"
+            f"past_key_values: {type_of(cache)} has a fixed size; use a DynamicCache, or leave cache_implementation out"
         )
     past, new = int(cache.get_seq_length()), input_ids.shape[1]
     most = config.max_seq_len
@@ -114,12 +113,14 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
         config.cache_size,
     ):
         raise ConfigError(
-            f"past_key_values has {len(cache.layers)} layers of {heads} heads of {size}; the model has {config.num_layers} of "
+            f"past_key_values has {len(cache.layers)} layers of {heads} heads of {size}; the model has "
+            f"{config.num_layers} of "
             f"{config.cache_heads} of {config.cache_size}; take it from an output of this model"
         )
     if rows != len(input_ids):
         raise ConfigError(
-            f"past_key_values holds {rows} sequences and input_ids has {len(input_ids)}; they must be as many; use the cache of these"
+            f"past_key_values holds {rows} sequences and input_ids has {len(input_ids)}; they must be as many; use "
+            "the cache of these"
         )
     return past
 
@@ -133,7 +134,8 @@ def _check_mask(mask: Any, input_ids: Tensor, past: int) -> None:
         wrong = (mask != 0) & (mask != 1)
         if bool(wrong.any()):
             raise ConfigError(
-                f"attention_mask holds {mask[wrong][0].item():g}; it must hold 1, and 0 for padding; do not add it to anything"
+                f"attention_mask holds {mask[wrong][0].item():g}; it must hold 1, and 0 for padding; do not add it to "
+                "anything"
             )
 
 

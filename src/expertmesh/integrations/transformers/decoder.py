@@ -126,9 +126,7 @@ class TransformersDecoder(nn.Module):
         self.rules = probe.rules(name)
         heads, size = probe.shape(name)
         if longest is None:
-            raise ConfigError(
-                f"{name}: config.json names no most tokens of a sequence; give max_len"
-            )
+            raise ConfigError(f"{name}: config.json names no most tokens of a sequence; give max_len")
         self.config = DecoderShape(
             vocab_size=model.get_input_embeddings().num_embeddings,
             max_seq_len=longest,
@@ -181,9 +179,7 @@ class TransformersDecoder(nn.Module):
             logits_RV = self._step(ids_T, context.positions, logit_rows_R, pages)
         return _Output(logits_RV, tuple(chosen))
 
-    def _step(
-        self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, pages: "_Pages | AttentionProbe"
-    ) -> Tensor:
+    def _step(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, pages: "_Pages | AttentionProbe") -> Tensor:
         """(R, V) logits of the model's forward pass with our attention."""
         logits_1RV: Tensor = self.inner(
             input_ids=ids_T[None],
@@ -238,7 +234,8 @@ def _attend(
     """Attention function for transformers: (1, H, T, d) queries and (1, h, T, d) keys -> (1, T, H, size of a value)."""
     if pages is None:
         raise ConfigError(
-            f"{type(module).__name__}: was not handed the pages of the step; its model does not pass arguments on to attention"
+            f"{type(module).__name__}: was not handed the pages of the step; its model does not pass arguments on to "
+            "attention"
         )
     layer, (H, T, d), values = module.layer_idx, query.shape[1:], value.shape[-1]
     scale = d**-0.5 if scaling is None else scaling
@@ -288,7 +285,8 @@ def _refuse_other_state(model: Any) -> None:
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     if other := sorted(kinds - known):
         raise ConfigError(
-            f"{type(model).__name__}: has layers of {other[0]}, whose state is no keys and values; the engine serves attention only"
+            f"{type(model).__name__}: has layers of {other[0]}, whose state is no keys and values; the engine serves "
+            "attention only"
         )
     if getattr(model, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -320,7 +318,8 @@ def _longest(name: str, config: Any, max_len: int | None) -> int | None:
         original = rope.get("original_max_position_embeddings", own or longest)
         if longest > original:
             raise ConfigError(
-                f"{name}: rope_type=longrope with sequences of {longest} tokens; transformers picks the factors of a whole step by its "
+                f"{name}: rope_type=longrope with sequences of {longest} tokens; transformers picks the factors of a "
+                "whole step by its "
                 f"last position, and neighbours would change an answer; give max_len={original}, or use another model"
             )
     return longest
@@ -335,7 +334,8 @@ def _refusing(name: str) -> Iterator[None]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{name}: cannot be run over pages ({str(error).splitlines()[0][:120]}); use a model that keeps to transformers' "
+            f"{name}: cannot be run over pages ({str(error).splitlines()[0][:120]}); use a model that keeps to "
+            "transformers' "
             "attention interface"
         ) from error
 

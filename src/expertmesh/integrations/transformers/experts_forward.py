@@ -42,20 +42,15 @@ class Stack(NamedTuple):
         if not self.adapters:
             return grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, **given)
         (a_ErK, b_ENr, scaling), *others = (
-            (lhs.mT, rhs.mT, scaling) if self.transposed else (rhs, lhs, scaling)
-            for lhs, rhs, scaling in self.adapters
+            (lhs.mT, rhs.mT, scaling) if self.transposed else (rhs, lhs, scaling) for lhs, rhs, scaling in self.adapters
         )
-        y_RN = adapted_linear(
-            x_RK, self.w, offsets_E, a_ErK, b_ENr, scaling, bias_EN=self.b_EN, **given
-        )
+        y_RN = adapted_linear(x_RK, self.w, offsets_E, a_ErK, b_ENr, scaling, bias_EN=self.b_EN, **given)
         for a_ErK, b_ENr, scaling in others:
             y_RN = y_RN + low_rank(x_RK, offsets_E, a_ErK, b_ENr, scaling)
         return y_RN
 
 
-def forward(
-    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts, as an experts implementation of transformers.
 
     Args:
@@ -111,9 +106,7 @@ def _sum_of_biases(b_ED: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     """(T, D) weighted sum of the biases of a token's experts, in the wider dtype of both."""
     (T, _), E = top_k_index.shape, len(b_ED)
     wide = torch.promote_types(b_ED.dtype, top_k_weights.dtype)
-    s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(
-        1, top_k_index.to(torch.int64), top_k_weights
-    )[:, :E]
+    s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(1, top_k_index.to(torch.int64), top_k_weights)[:, :E]
     return s_TE.to(wide) @ b_ED.to(wide)
 
 

@@ -1,4 +1,5 @@
-"""GPT as a transformers model: saved, loaded, generated from and trained with transformers' API; nothing is downloaded."""
+"""GPT as a transformers model: saved, loaded, generated from and trained with transformers' API; nothing is
+downloaded."""
 
 import logging
 from collections.abc import Mapping
@@ -126,9 +127,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
-    def from_run(
-        cls, run: str | Path, *, dtype: torch.dtype | None = None
-    ) -> "ExpertMeshForCausalLM":
+    def from_run(cls, run: str | Path, *, dtype: torch.dtype | None = None) -> "ExpertMeshForCausalLM":
         """Model of a run with the weights of its newest good checkpoint, and the run's end-of-text tokens.
 
         Args:
@@ -142,9 +141,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         opened = open_model(run, dtype=dtype)
         model = opened.model
         if not isinstance(model, GPT):
-            raise ConfigError(
-                f"run {run}: is of family {opened.run.family.name}; transformers' door takes a gpt"
-            )
+            raise ConfigError(f"run {run}: is of family {opened.run.family.name}; transformers' door takes a gpt")
         text = opened.text
         first = text.start_ids[0] if text.start_ids else None
         ids: dict[str, Any] = {"bos_token_id": first, "eos_token_id": list(text.end_ids)}
@@ -204,7 +201,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         assert input_ids is not None
         if self.gpt.output is None and self.gpt.embedding.weight.is_meta and not input_ids.is_meta:
             raise ConfigError(
-                "device_map: gpt.embedding rests on the CPU or on disk, and is the output projection, too (tie_embeddings); give it a "
+                "device_map: gpt.embedding rests on the CPU or on disk, and is the output projection, too "
+                "(tie_embeddings); give it a "
                 "device that computes"
             )
         mask_BK = None if attention_mask is None else attention_mask.bool()
@@ -263,7 +261,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         if self.training and any(weights) and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "Trainer takes the loss itself (label_smoothing_factor or compute_loss_func), without the routers' losses: leave it "
+                "Trainer takes the loss itself (label_smoothing_factor or compute_loss_func), without the routers' "
+                "losses: leave it "
                 "to the model, add outputs.aux_loss in a compute_loss_func, or balance by bias_update_rate"
             )
 
@@ -304,7 +303,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         if found.max_length is not None and found.max_length > window:
             asked = "max_length" if found.max_new_tokens is None else "max_new_tokens"
             raise ConfigError(
-                f"{asked}={getattr(found, asked)}: a sequence of {found.max_length} tokens passes the model's max_seq_len={window}; "
+                f"{asked}={getattr(found, asked)}: a sequence of {found.max_length} tokens passes the model's "
+                f"max_seq_len={window}; "
                 "shorten the prompt, or ask for fewer"
             )
         return found
@@ -396,7 +396,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize buffers that no file holds (noise keys) to zero after loading; any other missing tensor is an error."""
+        """Initialize buffers that no file holds (noise keys) to zero after loading; any other missing tensor is an
+        error."""
         if self._draws_itself:
             return
         tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
@@ -408,7 +409,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
                 continue
             where = next(path for path, one in self.named_modules() if one is module)
             raise CheckpointError(
-                f"{where}.{name}: is missing in the files of the weights; restore them, or use the config.json of these files"
+                f"{where}.{name}: is missing in the files of the weights; restore them, or use the config.json of "
+                "these files"
             )
 
 

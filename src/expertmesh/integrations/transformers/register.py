@@ -68,12 +68,14 @@ def apply(model: nn.Module) -> int:
     packed = [m for m in model.modules() if is_packed(m)]
     if packed:
         raise ConfigError(
-            f"{type(model).__name__} has {len(packed)} modules of {type(packed[0]).__name__}: their weights are quantised, and "
+            f"{type(model).__name__} has {len(packed)} modules of {type(packed[0]).__name__}: their weights are "
+            "quantised, and "
             "expertmesh takes float32, bfloat16 and float16; load the model with dequantised weights"
         )
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no module of experts that transformers dispatches (it is dense, or has experts of an "
+            f"{type(model).__name__} has no module of experts that transformers dispatches (it is dense, or has "
+            "experts of an "
             "older kind); use a mixture-of-experts model of transformers 5, or expertmesh's upcycle for a dense one"
         )
     for experts in found:
@@ -96,6 +98,7 @@ def is_packed(module: nn.Module) -> bool:
 def _refuse_fp8(experts: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     """Experts implementation for FP8 weights, which are not supported."""
     raise ConfigError(
-        f"experts_implementation={NAME!r}: this model's experts have FP8 weights, and expertmesh takes float32, bfloat16 and "
+        f"experts_implementation={NAME!r}: this model's experts have FP8 weights, and expertmesh takes float32, "
+        "bfloat16 and "
         "float16; load it with dequantised weights, or use another implementation"
     )

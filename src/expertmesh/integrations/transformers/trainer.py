@@ -40,9 +40,7 @@ class BalanceExperts(TrainerCallback):
         model: nn.Module = kwargs["model"]
         layers = [m for m in model.modules() if isinstance(m, MoELayer)]
         if not any(layer.expert_bias_E is not None for layer in layers):
-            raise ConfigError(
-                "BalanceExperts: no layer has a balancing bias; set bias_update_rate, or leave it out"
-            )
+            raise ConfigError("BalanceExperts: no layer has a balancing bias; set bias_update_rate, or leave it out")
         self._counters = {layer: LoadCounter() for layer in layers}
         self._handles = [layer.register_forward_hook(self._count) for layer in layers]
 

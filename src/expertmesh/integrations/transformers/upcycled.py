@@ -61,7 +61,8 @@ def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
     kind = getattr(dense, "model_type", type(model).__name__)
     if kind not in _SPARSE or not type(model).__name__.endswith("ForCausalLM"):
         raise ConfigError(
-            f"{type(model).__name__}: transformers has no class with experts for it that is read here, as for {', '.join(_SPARSE)} "
+            f"{type(model).__name__}: transformers has no class with experts for it that is read here, as for "
+            f"{', '.join(_SPARSE)} "
             f"with a language model's head; {_OTHER_WAY}"
         )
     blocks: list[Any] = [layer.mlp for layer in model.model.layers]
@@ -95,15 +96,14 @@ def _step(layers: list[MoELayer | None], kind: str) -> int:
     """Distance of layers with experts: every n-th layer has them."""
     first = next((i for i, layer in enumerate(layers) if layer is not None), None)
     if first is None:
-        raise ConfigError(
-            "model: has no block that em.upcycle replaced; upcycle it first, with every=1"
-        )
+        raise ConfigError("model: has no block that em.upcycle replaced; upcycle it first, with every=1")
     step = first + 1
     is_even = all((layer is not None) == ((i + 1) % step == 0) for i, layer in enumerate(layers))
     if not is_even or (step > 1 and kind != "qwen3"):
         missing = sum(layer is None for layer in layers)
         raise ConfigError(
-            f"model: {missing} of its {len(layers)} blocks are dense, and a Mixtral has experts in all of them (a Qwen3-MoE in "
+            f"model: {missing} of its {len(layers)} blocks are dense, and a Mixtral has experts in all of them (a "
+            "Qwen3-MoE in "
             f"every n-th); upcycle with every=1, or {_OTHER_WAY}"
         )
     return step
@@ -139,13 +139,15 @@ def _check(layers: list[MoELayer], dense: Any) -> None:
     for name, value, fits in rules:
         if not fits:
             raise ConfigError(
-                f"{name}={value}: Mixtral and Qwen3-MoE of transformers have nothing like it; leave it out, or {_OTHER_WAY}"
+                f"{name}={value}: Mixtral and Qwen3-MoE of transformers have nothing like it; leave it out, or "
+                f"{_OTHER_WAY}"
             )
     free = {"layer_index", "seed"}
     for layer in layers:
         if layer.options.model_dump(exclude=free) != o.model_dump(exclude=free):
             raise ConfigError(
-                "model: its layers with experts differ in their options, and those of a Mixtral or Qwen3-MoE are alike; upcycle "
+                "model: its layers with experts differ in their options, and those of a Mixtral or Qwen3-MoE are "
+                "alike; upcycle "
                 f"them alike, or {_OTHER_WAY}"
             )
 
@@ -181,9 +183,7 @@ def _values(dense: Any, sparse: _Sparse, layers: list[MoELayer], step: int) -> d
 @torch.no_grad()
 def _weights(layer: MoELayer, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors of a layer under transformers' names."""
-    w_in, w_out, router = (
-        layer.get_parameter(n) for n in ("experts.w_in", "experts.w_out", "router.proj.weight")
-    )
+    w_in, w_out, router = (layer.get_parameter(n) for n in ("experts.w_in", "experts.w_out", "router.proj.weight"))
     scale = layer.options.weight_scale
     return {
         f"{prefix}gate.weight": _learned(router.to(dtype), router),

@@ -1,4 +1,5 @@
-"""Blockwise computation of an experts class's own gate on many rows, in cache-sized blocks, with recomputation in the backward.
+"""Blockwise computation of an experts class's own gate on many rows, in cache-sized blocks, with recomputation in the
+backward.
 
 Rows are independent in such gates: transformers computes them for one expert's rows or for all rows, depending on the
 implementation. The class's own code is run unchanged; its intermediate results are not kept.

@@ -93,7 +93,8 @@ class Ffn(nn.Module):
         super().__init__()
         if hidden_size_per_expert % sharded_count:
             raise ConfigError(
-                f"hidden_size_per_expert={hidden_size_per_expert}: {sharded_count} devices share an expert, which must divide "
+                f"hidden_size_per_expert={hidden_size_per_expert}: {sharded_count} devices share an expert, which "
+                "must divide "
                 "it; choose a multiple"
             )
         self.activation_fn = activation_fn or F.relu
@@ -164,12 +165,12 @@ class LlamaFfn(nn.Module):
         """Results of the rows."""
         if layer.world_size > 1 and layer.adaptive_degree != 1:
             raise ConfigError(
-                f"adaptive_r={layer.adaptive_degree}: experts of type llama_ffn beside a gate of your own have 1 only; leave it out"
+                f"adaptive_r={layer.adaptive_degree}: experts of type llama_ffn beside a gate of your own have 1 "
+                "only; leave it out"
             )
         group = neighbours(layer.sharded_count, layer.group)
         gate, up, out = (
-            net.zero_gather(p, shape, group)
-            for p, shape in zip(self.parameters(), self.shapes, strict=True)
+            net.zero_gather(p, shape, group) for p, shape in zip(self.parameters(), self.shapes, strict=True)
         )
         return (self.activation_fn(x @ gate) * (x @ up)) @ out
 
@@ -183,9 +184,7 @@ GATES: dict[str, Callable[..., nn.Module]] = {"top": LinearGate, "cosine_top": C
 EXPERTS: dict[str, Callable[..., nn.Module]] = {"ffn": Ffn, "llama_ffn": LlamaFfn}
 
 
-def make_gate(
-    gate: Mapping[str, Any], model_dim: int, num_global_experts: int, *, seed: int | None
-) -> nn.Module:
+def make_gate(gate: Mapping[str, Any], model_dim: int, num_global_experts: int, *, seed: int | None) -> nn.Module:
     """The module of one of Tutel's `gate_type` dictionaries; seed: of torch's generator, None: as it is."""
     make = gate["module"] if gate["type"] == "custom" else GATES[gate["type"]]
     own = _arguments(gate) | {"model_dim": model_dim, "num_global_experts": num_global_experts}
@@ -200,7 +199,8 @@ def make_experts(
     *,
     seed: int | None,
 ) -> nn.Module:
-    """The module of Tutel's `experts` dictionary; classes of one's own may take the number of experts by its former name."""
+    """The module of Tutel's `experts` dictionary; classes of one's own may take the number of experts by its former
+    name."""
     make = experts["module"] if experts["type"] == "custom" else EXPERTS[experts["type"]]
     accepted = inspect.signature(make).parameters
     former = "local_experts" in accepted and "num_experts_per_device" not in accepted
@@ -213,9 +213,7 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in given.items() if n not in ("type", "module")}
 
 
-def _drawn(
-    make: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None
-) -> nn.Module:
+def _drawn(make: Callable[..., nn.Module], arguments: dict[str, Any], seed: int | None) -> nn.Module:
     if seed is not None:
         torch.manual_seed(seed)
     return make(**arguments)

@@ -1,4 +1,5 @@
-"""A layer in Tutel's padded form, for gates and experts that are modules of their own: route -> rows -> experts -> tokens."""
+"""A layer in Tutel's padded form, for gates and experts that are modules of their own: route -> rows -> experts ->
+tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,8 +23,8 @@ from expertmesh.parallel.experts.owned import OwnedParameter
 
 
 class CustomLayer(nn.Module):
-    """Gates and experts in Tutel's protocol: `gate(x)` gives logits, `experts(rows, layer)` maps (n, C, *token) rows.
-    """
+    """Gates and experts in Tutel's protocol: `gate(x)` gives logits, `experts(rows, layer)` maps (n, C, *token)
+    rows."""
 
     def __init__(
         self,
@@ -44,9 +45,7 @@ class CustomLayer(nn.Module):
         self.group, self.options = group, options
         self.world_size = net.get_world_size(group)
         self.adaptive_degree, self.megablocks_size = 1, 0
-        self.experts = make_experts(
-            experts, model_dim, num_local_experts, sharded_count, seed=seeds[1]
-        )
+        self.experts = make_experts(experts, model_dim, num_local_experts, sharded_count, seed=seeds[1])
         if self.world_size > 1:
             owners = World(group).all_ranks()
             for parameter in self.experts.parameters():
@@ -60,7 +59,8 @@ class CustomLayer(nn.Module):
                     setattr(module, name, gate.get(name, default))
             if not hasattr(module, "top_k"):
                 raise ConfigError(
-                    f"gate_type: {type(module).__name__} has no top_k; set self.top_k, experts per token, in its __init__"
+                    f"gate_type: {type(module).__name__} has no top_k; set self.top_k, experts per token, in its "
+                    "__init__"
                 )
             made.append(module)
         self.gates = nn.ModuleList(made)
@@ -124,7 +124,8 @@ class CustomLayer(nn.Module):
         logits = gate(x)
         if logits.shape != (len(x), self.num_global_experts):
             raise ConfigError(
-                f"{type(gate).__name__} gave logits of shape {tuple(logits.shape)}: must be {(len(x), self.num_global_experts)}, "
+                f"{type(gate).__name__} gave logits of shape {tuple(logits.shape)}: must be "
+                f"{(len(x), self.num_global_experts)}, "
                 "one per token and expert of all ranks; change its forward"
             )
         std = gate.gate_noise / self.num_global_experts if self.training else 0.0

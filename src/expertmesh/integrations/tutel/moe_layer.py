@@ -131,8 +131,7 @@ class MOELayer(KeptMarks):
             )
         options = {
             "is_postscore": is_postscore,
-            "batch_prioritized_routing": batch_prioritized_routing
-            or bool(int(os.environ.get("BATCH_PRIO") or 0)),
+            "batch_prioritized_routing": batch_prioritized_routing or bool(int(os.environ.get("BATCH_PRIO") or 0)),
             "normalize_gate": normalize_gate,
             "is_gshard_loss": is_gshard_loss,
         }
@@ -146,9 +145,7 @@ class MOELayer(KeptMarks):
         self._capacity_factor = float(gates[0].get("capacity_factor", 1.0))
         self._l_aux: Tensor | None = None
         self._dispatch_count: Tensor | None = None
-        known = (
-            None if _is_custom(gates, expert, is_postscore) else _known_expert(expert, model_dim)
-        )
+        known = None if _is_custom(gates, expert, is_postscore) else _known_expert(expert, model_dim)
         self._layer: MoELayer | CustomLayer
         if known is None:
             _check_custom(expert)
@@ -165,9 +162,7 @@ class MOELayer(KeptMarks):
             )
         else:
             self._biased = known.pop("biased")
-            self._layer = _grouped(
-                gates[0], known | {"seed": seeds[0]}, model_dim, self.num_global_experts, options
-            )
+            self._layer = _grouped(gates[0], known | {"seed": seeds[0]}, model_dim, self.num_global_experts, options)
             for has_bias, bias in zip(self._biased, ("b_in", "b_out"), strict=True):
                 if any(self._biased) and not has_bias:  # stays zero
                     self._layer.experts.get_parameter(bias).requires_grad_(False)
@@ -229,9 +224,7 @@ class MOELayer(KeptMarks):
         """Load the weights that Tutel draws from these seeds: this rank's experts, then the gate."""
         drawn: dict[str, Tensor] = {}
         if seeds[1] is not None:
-            experts = make_experts(
-                expert, model_dim, max(count, 1), self.sharded_count, seed=seeds[1]
-            )
+            experts = make_experts(expert, model_dim, max(count, 1), self.sharded_count, seed=seeds[1])
             drawn |= {f"experts.{n}": v for n, v in experts.state_dict().items()}
         if seeds[0] is not None:
             made = make_gate(gate, model_dim, self.num_global_experts, seed=seeds[0])
@@ -301,9 +294,7 @@ class MOELayer(KeptMarks):
         gate: nn.Module = layer.gates if isinstance(layer, CustomLayer) else layer.router
         parts = {"gate": gate, "local_experts": layer.experts}
         if param_type not in parts:
-            raise ConfigError(
-                f"param_type={param_type!r}: must be 'gate' or 'local_experts'; choose one"
-            )
+            raise ConfigError(f"param_type={param_type!r}: must be 'gate' or 'local_experts'; choose one")
         return parts[param_type].named_parameters()
 
     def forward(
@@ -365,9 +356,7 @@ class MOELayer(KeptMarks):
             k = min(top_k or layer.options.top_k, self.num_global_experts)
             factor = self._capacity_factor if capacity_factor is None else capacity_factor
             rows = rows_per_expert(num_tokens, self.num_global_experts, k, factor, alignment)
-            y, loss, counts = self._call_grouped(
-                layer, input, k, rows if factor else None, overlap, r
-            )
+            y, loss, counts = self._call_grouped(layer, input, k, rows if factor else None, overlap, r)
         self._l_aux, self._dispatch_count = loss, counts
         y.l_aux = self._l_aux
         if self.result_func is not None:
@@ -379,7 +368,8 @@ class MOELayer(KeptMarks):
     def _call_grouped(
         self, layer: MoELayer, x: Tensor, k: int, rows: int | None, overlap: int, r: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, balance loss and choices per expert of the grouped layer; rows: of an expert, None: as many as come."""
+        """Output, balance loss and choices per expert of the grouped layer; rows: of an expert, None: as many as
+        come."""
         travels = {}
         if self._num_ranks > 1:
             degree = 1 if r == 0 else self._num_ranks // self.sharded_count * r
@@ -417,7 +407,8 @@ def _gates(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> list
             continue
         if kind not in _GATES:
             raise ConfigError(
-                f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; give one"
+                f"gate_type={gate!r}: must be a dictionary with type 'top', 'cosine_top', or 'custom' with a module; "
+                "give one"
             )
         _refuse_unknown("gate_type", gate, _GATES[kind])
         check_numbers(**{name: value for name, value in gate.items() if name != "type"})
@@ -433,12 +424,7 @@ def _count(expert: dict[str, Any]) -> int:
 
 def _is_custom(gates: list[dict[str, Any]], expert: Mapping[str, Any], is_postscore: bool) -> bool:
     """Whether the layer has parts that grouped experts and our routers have not."""
-    return (
-        len(gates) > 1
-        or gates[0]["type"] == "custom"
-        or expert.get("type") == "custom"
-        or not is_postscore
-    )
+    return len(gates) > 1 or gates[0]["type"] == "custom" or expert.get("type") == "custom" or not is_postscore
 
 
 def _check_custom(expert: Mapping[str, Any]) -> None:
@@ -463,9 +449,7 @@ def _known_expert(expert: Mapping[str, Any], model_dim: int | None) -> dict[str,
     check_numbers(**{name: value for name, value in expert.items() if name != "type"})
     for option in ("activation_fn", "activation_fn_with_self"):
         if expert.get(option) is not None and not callable(expert[option]):
-            raise ConfigError(
-                f"{option}={expert[option]!r}: must be a function; for example torch.nn.functional.relu"
-            )
+            raise ConfigError(f"{option}={expert[option]!r}: must be a function; for example torch.nn.functional.relu")
     if "hidden_size_per_expert" not in expert:
         raise ConfigError("experts has no hidden_size_per_expert; give the experts' hidden size")
     default = nn.functional.relu if kind == "ffn" else nn.functional.silu

@@ -50,9 +50,7 @@ def simple_broadcast(input: Tensor, src: int = 0, group: Group = None) -> Tensor
     return input
 
 
-def simple_all_reduce(
-    input: Tensor, group: Group = None, op: Any = _SUM, inplace: bool = False
-) -> Tensor:
+def simple_all_reduce(input: Tensor, group: Group = None, op: Any = _SUM, inplace: bool = False) -> Tensor:
     """Sum over ranks."""
     if get_world_size(group) == 1:
         return input
@@ -153,9 +151,7 @@ def spatial_split(input: Tensor, dim: int, group: Group = None) -> Tensor:
     return _along(dim, input, simple_split, simple_all_gather, group)
 
 
-def _along(
-    dim: int, x: Tensor, there: Callable[..., Any], back: Callable[..., Any], group: Group
-) -> Tensor:
+def _along(dim: int, x: Tensor, there: Callable[..., Any], back: Callable[..., Any], group: Group) -> Tensor:
     return _moved(x.transpose(0, dim), there, back, group).transpose(0, dim)
 
 
@@ -169,18 +165,14 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: Group = None) -> Te
     return _moved(input, _same, partial(simple_all_reduce, op=op), group)
 
 
-def zero_gather(
-    input: Tensor, full_shape: Iterable[int] | None = None, group: Group = None
-) -> Tensor:
+def zero_gather(input: Tensor, full_shape: Iterable[int] | None = None, group: Group = None) -> Tensor:
     """All ranks' slices of a parameter, without the padding; the backward pass sums over ranks and scatters."""
     whole = _moved(input, simple_all_gather, simple_reduce_scatter, group)
     shape = whole.shape if full_shape is None else torch.Size(full_shape)
     return whole.reshape(-1)[: shape.numel()].view(shape)
 
 
-def zero_scatter(
-    input: Tensor, scatter_fn: Callable[..., Tensor], group: Group = None
-) -> tuple[Tensor, torch.Size]:
+def zero_scatter(input: Tensor, scatter_fn: Callable[..., Tensor], group: Group = None) -> tuple[Tensor, torch.Size]:
     """Apply `scatter_fn` to the values, padded with zeros to equal slices; also returns the shape before."""
     padding = -input.numel() % get_world_size(group)
     values = torch.nn.functional.pad(input.reshape(-1), (0, padding))
@@ -194,9 +186,7 @@ def batch_all_to_all_v(
     datas = [data.reshape(-1) for data in datas]
     sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=datas[0].device)
     if len(sizes) != get_world_size(group):
-        raise ConfigError(
-            f"partition_sizes has {len(sizes)} numbers for {get_world_size(group)} ranks; give one each"
-        )
+        raise ConfigError(f"partition_sizes has {len(sizes)} numbers for {get_world_size(group)} ranks; give one each")
     if len(sizes) == 1:
         return datas, sizes
     arriving = simple_all_to_all(sizes, group)
@@ -252,9 +242,7 @@ class TutelDistributedOptimizer:
     def step(self) -> None:
         """Reduce gradients, update this rank's slices, and gather the shared parameters."""
         if self.local_optim is None:
-            raise ConfigError(
-                "TutelDistributedOptimizer has no optimizer yet; call warp_local first"
-            )
+            raise ConfigError("TutelDistributedOptimizer has no optimizer yet; call warp_local first")
         share = get_world_size(self.group) if self.average_shared else 1
         for p, piece in zip(self.params, self.virt_params, strict=True):
             if p.grad is not None:

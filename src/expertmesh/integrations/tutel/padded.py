@@ -65,10 +65,9 @@ def unbiased(num_experts: int) -> float:
     return num_experts / max(num_experts - 1, 1)
 
 
-def rows_per_expert(
-    num_tokens: int, num_experts: int, top_k: int, factor: float, alignment: int = 1
-) -> int:
-    """Rows of an expert: K times the even share, rounded up, times the factor, rounded down; a multiple of `alignment`."""
+def rows_per_expert(num_tokens: int, num_experts: int, top_k: int, factor: float, alignment: int = 1) -> int:
+    """Rows of an expert: K times the even share, rounded up, times the factor, rounded down; a multiple of
+    `alignment`."""
     rows = top_k * int(abs(factor) * -(-num_tokens // num_experts))
     return rows + -rows % alignment
 
@@ -99,9 +98,7 @@ def extract_critical(
         raise ConfigError(f"top_k={top_k}: a token needs an expert; give at least 1")
     check_numbers(capacity_factor=capacity_factor)
     if scores.dim() != 2:
-        raise ConfigError(
-            f"scores of shape {tuple(scores.shape)}: must be (tokens, experts); reshape them"
-        )
+        raise ConfigError(f"scores of shape {tuple(scores.shape)}: must be (tokens, experts); reshape them")
     num_tokens, num_experts = scores.shape
     top_k = min(top_k, num_experts)
     ids = torch.topk(scores, top_k, dim=1).indices
@@ -169,9 +166,7 @@ class fast_dispatcher:  # noqa: N801
         capacity: C, if `update` gives none.
     """
 
-    def __init__(
-        self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype) -> None:
         self.num_global_experts, self.capacity = int(num_global_experts), int(capacity)
         self.model_dim, self.original_dtype = int(model_dim), dispatch_dtype
 
@@ -226,7 +221,8 @@ def fast_decode(data: Tensor, critial_data: Routed, is_postscore: bool = True) -
     rows = critial_data[0] * critial_data[4]
     if data.shape[:-1].numel() != rows:
         raise ConfigError(
-            f"data of {data.shape[:-1].numel()} rows: {critial_data[0]} experts have {critial_data[4]} each; give what fast_encode gave"
+            f"data of {data.shape[:-1].numel()} rows: {critial_data[0]} experts have {critial_data[4]} each; give "
+            "what fast_encode gave"
         )
     return _dispatcher(data, critial_data, is_postscore).decode(data)
 
@@ -240,7 +236,5 @@ def _dispatcher(data: Tensor, routed: Routed, is_postscore: bool) -> fast_dispat
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
     """Cumulative sum along the rows of a matrix, less one."""
     if data.dim() != 2 or dim != 0:
-        raise ConfigError(
-            f"data of shape {tuple(data.shape)}, dim={dim}: must be a matrix and 0; reshape it"
-        )
+        raise ConfigError(f"data of shape {tuple(data.shape)}, dim={dim}: must be a matrix and 0; reshape it")
     return torch.cumsum(data, 0) - 1

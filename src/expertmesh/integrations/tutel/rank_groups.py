@@ -42,9 +42,7 @@ class RankGroups:
 _made: dict[tuple[int, Any], RankGroups] = {}
 
 
-def create_groups_from_world(
-    group_count: int, include_init: str | None = None, parent_group: Any = None
-) -> RankGroups:
+def create_groups_from_world(group_count: int, include_init: str | None = None, parent_group: Any = None) -> RankGroups:
     """Part all ranks into groups of neighbours. Every rank must call; equal calls return the same groups.
 
     Args:
@@ -61,9 +59,7 @@ def create_groups_from_world(
         )
     count = group_count if group_count > 0 else size // -group_count if group_count else 0
     if count < 1 or size % count:
-        raise ConfigError(
-            f"group_count={group_count}: must part {size} ranks evenly; choose a divisor"
-        )
+        raise ConfigError(f"group_count={group_count}: must part {size} ranks evenly; choose a divisor")
     backend = include_init or (dist.get_backend() if is_distributed else None)
     key = (count, dist.group.WORLD if is_distributed else None)
     if key in _made and include_init is None and _are_there(_made[key]):

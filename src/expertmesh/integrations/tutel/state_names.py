@@ -69,9 +69,7 @@ def to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) 
         part = part.mT if entry.transposed else part
         if ".W_fc" in entry.theirs:
             value = _sliced(value, layer, part.shape, axis=_sliced_axis(entry.theirs))
-        state[prefix + entry.theirs] = (
-            value.view(part.shape) if value.numel() == part.numel() else value
-        )
+        state[prefix + entry.theirs] = value.view(part.shape) if value.numel() == part.numel() else value
     others[-1].extend(from_foreign(state, names, inner, prefix=prefix, own_prefix="_layer."))
 
 

@@ -46,13 +46,12 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Ran
         backend = "gloo"
     if "RANK" not in os.environ and int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            f"OMPI_COMM_WORLD_SIZE={os.environ['OMPI_COMM_WORLD_SIZE']}: ranks of mpiexec do not know one another here; "
+            f"OMPI_COMM_WORLD_SIZE={os.environ['OMPI_COMM_WORLD_SIZE']}: ranks of mpiexec do not know one another "
+            "here; "
             "start them with torchrun"
         )
     if "RANK" in os.environ and not dist.is_initialized():
-        start_group(
-            backend, timeout_s=float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", _TIMEOUT_S))
-        )
+        start_group(backend, timeout_s=float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", _TIMEOUT_S)))
     _session = create_groups_from_world(group_count, backend)
     return _session
 
@@ -87,9 +86,7 @@ def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
     return seconds
 
 
-def apply_rank_size_from_pattern(
-    filename: str, rank: int, size: int, create_dir: bool = True
-) -> str:
+def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir: bool = True) -> str:
     """Replace `{rank}` and `{size}` in a file's name, and make its folder.
 
     Example:

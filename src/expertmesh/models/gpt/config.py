@@ -51,7 +51,8 @@ class ModelConfig(Config):
     sliding_window: int | None = Field(default=None, gt=0)
     """Sliding window of attention in tokens, the token itself included; none: no window."""
     full_attention_every: int | None = Field(default=None, gt=1)
-    """Interval of layers with full attention (2: layers 1, 3, 5, ..., counted from 0); others have sliding_window; none: all have it."""
+    """Interval of layers with full attention (2: layers 1, 3, 5, ..., counted from 0); others have sliding_window;
+    none: all have it."""
     tie_embeddings: bool = True
     """Whether input embedding and output projection share a matrix."""
     rope_base: float = Field(default=10000.0, gt=1)
@@ -67,7 +68,8 @@ class ModelConfig(Config):
     first_dense_layers: int = Field(default=0, ge=0)
     """Number of dense layers at the beginning, before moe_every applies."""
     batch_invariant: bool = False
-    """Whether logits in evaluation are bitwise the same in every batch; slower; no effect in training; includes moe.batch_invariant."""
+    """Whether logits in evaluation are bitwise the same in every batch; slower; no effect in training; includes
+    moe.batch_invariant."""
     end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """EOS token ids in addition to the tokenizer's; set by convert."""
     start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
@@ -133,7 +135,8 @@ class ModelConfig(Config):
 
     @property
     def choosing_group(self) -> int:
-        """Number of tokens from which experts choose, whose multiples the ranks' parts of a sequence are; 1: any number."""
+        """Number of tokens from which experts choose, whose multiples the ranks' parts of a sequence are; 1: any
+        number."""
         experts_choose = any(self.experts_per_layer()) and self.moe.router == "expert_choice"
         return self.moe.routing_group_size or 1 if experts_choose else 1
 
@@ -289,7 +292,8 @@ class GPTRunConfig(RunConfig):
         self.require(
             self.objective.name != "grpo" or self.parallel.tp_degree == 1 or not self.rl.exact,
             "parallel.tp_degree",
-            f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} compares the bits",
+            f"adds parts of products over ranks, in another order than rollouts do, and {named('rl.exact', True)} "
+            "compares the bits",
             f"use 1, or {named('rl.exact', False)}",
         )
         if self.adapter.dropout:

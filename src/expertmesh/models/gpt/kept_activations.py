@@ -38,8 +38,7 @@ def layer_activation_bytes(
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
     # Both norms save their input. In the compute dtype are saved: the input of the projections, their common output
-    # (values
-    # and unrotated keys are views of it), rotated queries and keys, and the attention output.
+    # (values and unrotated keys are views of it), rotated queries and keys, and the attention output.
     bytes_per_token: float = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if work.precision == "bfloat16" and not work.on_gpu and 1 < seq_len <= SHORT_SEQUENCE:

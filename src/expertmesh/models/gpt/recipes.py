@@ -1,4 +1,5 @@
-"""Recipes of GPTs: for two CPU cores (a test, the demo, its dense twin, a PR-MoE teacher and its student), and all others by name."""
+"""Recipes of GPTs: for two CPU cores (a test, the demo, its dense twin, a PR-MoE teacher and its student), and all
+others by name."""
 
 import math
 from collections.abc import Callable
@@ -109,8 +110,9 @@ def _pyramid(name: str, *, num_layers: int, num_experts: tuple[int, ...]) -> GPT
 def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
     """Dense configuration with the same operations: one feed-forward layer in place of the experts.
 
-    A token costs 3 * D * K * F multiplications in K experts of hidden size F, and D * E in the router. The dense layer has
-    hidden size K * F + E / 3, rounded up to a multiple of 16, so that it costs as much as experts and router, or a little more.
+    A token costs 3 * D * K * F multiplications in K experts of hidden size F, and D * E in the router. The dense layer
+    has hidden size K * F + E / 3, rounded up to a multiple of 16, so that it costs as much as experts and router, or a
+    little more.
 
     Args:
         config: the config of a model with gated experts, the same number in every layer.
@@ -118,9 +120,7 @@ def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
     moe = config.model.moe
     multiplications = 3 * moe.top_k * moe.hidden_dim + moe.num_experts[0]
     hidden_dim = math.ceil(multiplications / (3 * _MULTIPLE)) * _MULTIPLE
-    model = config.model.model_copy(
-        update={"ffn_hidden_dim": hidden_dim, "moe": MoEConfig(num_experts=())}
-    )
+    model = config.model.model_copy(update={"ffn_hidden_dim": hidden_dim, "moe": MoEConfig(num_experts=())})
     return config.model_copy(update={"model": model})
 
 

@@ -56,7 +56,8 @@ def is_faster_in_blocks(q_BHSd: Tensor, k_BHLd: Tensor, visible: Visible) -> boo
 
 
 def _is_faster_by_products(q_BHSd: Tensor, k_BHLd: Tensor) -> bool:
-    """Whether masked sequences learn faster by products; PyTorch's backward of short ones takes up to ten times as long."""
+    """Whether masked sequences learn faster by products; PyTorch's backward of short ones takes up to ten times as
+    long."""
     is_learned = torch.is_grad_enabled() and q_BHSd.requires_grad
     return is_learned and q_BHSd.shape[1] == k_BHLd.shape[1] and query_blocks.is_short(q_BHSd, k_BHLd)
 
@@ -69,8 +70,7 @@ def _products(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, mask: Tensor) -> T
 
 def _one_query(q_BH1d: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of one query per sequence with a key head's query heads as its queries: keys are read once and not
-    repeated (docs/log.md).
-    """
+    repeated (docs/log.md)."""
     q_BhGd = q_BH1d.squeeze(2).unflatten(1, (k_BhLd.shape[1], -1))
     y_BhGd = F.scaled_dot_product_attention(q_BhGd, k_BhLd, v_BhLd, attn_mask=mask)
     return y_BhGd.flatten(1, 2).unsqueeze(2)

@@ -1,4 +1,5 @@
-"""Batch-invariant attention where there is no kernel for it: keys in blocks of a fixed length from their sequence's first token.
+"""Batch-invariant attention where there is no kernel for it: keys in blocks of a fixed length from their sequence's
+first token.
 
 Scores, then exponentials summed block by block, then weighted values block by block. A block that is masked for a query
 (later tokens, padding, an empty end) adds exact zeros. So neither the batch's length, nor its padding, nor a cache of
@@ -27,7 +28,8 @@ def attention(
     first_B: Tensor | None,
     rule: ScoreRule,
 ) -> Tensor:
-    """Compute (B, H, S, d) attention under a mask, see `query_blocks.attention`; of the rule, the soft cap and sinks are read."""
+    """Compute (B, H, S, d) attention under a mask, see `query_blocks.attention`; of the rule, the soft cap and sinks
+    are read."""
     (B, H, S, d), heads, L = q_BHSd.shape, k_BhLd.shape[1], k_BhLd.shape[2]
     group, dtype = H // heads, accumulate_dtype(q_BHSd.dtype)
     num_blocks = -(-L // BLOCK_KEYS)

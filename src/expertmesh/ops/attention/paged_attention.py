@@ -1,4 +1,5 @@
-"""Attention of a step's tokens over keys and values in pages: one operator, computed by the first of `IMPLEMENTATIONS` that serves."""
+"""Attention of a step's tokens over keys and values in pages: one operator, computed by the first of `IMPLEMENTATIONS`
+that serves."""
 
 from torch import Tensor
 
@@ -38,7 +39,5 @@ def paged_attention(
         torch.Size([1, 8, 64])
     """
     one = next(one for one in IMPLEMENTATIONS.values() if one.serves(q_THd, k_NShd, v_NShd))
-    y_THd: Tensor = one.attend(
-        q_THd, k_NShd, v_NShd, keys, rule, attention=attention, is_invariant=is_invariant
-    )
+    y_THd: Tensor = one.attend(q_THd, k_NShd, v_NShd, keys, rule, attention=attention, is_invariant=is_invariant)
     return y_THd

@@ -1,4 +1,5 @@
-"""Attention over pages by attention of padded batches: the keys of similar sequences are gathered and aligned to the right.
+"""Attention over pages by attention of padded batches: the keys of similar sequences are gathered and aligned to the
+right.
 
 The number of operators depends on the number of different lengths, by factors of two, not on the number of sequences.
 """
@@ -59,8 +60,7 @@ def _of_batch(
     own = replace(rule, window=None, chunk=None) if found.has_rule else rule
     q_BHSd = q_THd[batch.rows].unflatten(0, (-1, batch.num_queries)).transpose(1, 2)
     k_BhLd, v_BhLd = (
-        t.flatten(0, 1)[found.places].view(len(q_BHSd), -1, *t.shape[2:]).transpose(1, 2)
-        for t in (k_NShd, v_NShd)
+        t.flatten(0, 1)[found.places].view(len(q_BHSd), -1, *t.shape[2:]).transpose(1, 2) for t in (k_NShd, v_NShd)
     )
     y_BHSd = attention(q_BHSd, k_BhLd, v_BhLd, found.visible, own)
     return y_BHSd.transpose(1, 2).flatten(0, 1)
@@ -85,16 +85,15 @@ class _Batch:
     found: dict[tuple[int | None, int | None], _Keys] = field(default_factory=dict)  # keys by rule
 
     def under(self, rule: ScoreRule, page_size: int, *, from_first: bool) -> _Keys:
-        """Keys under a rule; with `from_first`, those before a window stay, so that blocks of keys begin at the first."""
+        """Keys under a rule; with `from_first`, those before a window stay, so that blocks of keys begin at the
+        first."""
         name = rule.window, rule.chunk
         if name not in self.found:
             S = self.num_queries
             low = tuple(0 if from_first else rule.first_seen(n - S) for n in self.lengths)
             num = max(n - first for n, first in zip(self.lengths, low, strict=True))
             is_padded = any(n - first != num for n, first in zip(self.lengths, low, strict=True))
-            self.found[name] = _Keys(
-                self._places(page_size, num), *self._visible(rule, num, any(low), is_padded)
-            )
+            self.found[name] = _Keys(self._places(page_size, num), *self._visible(rule, num, any(low), is_padded))
         return self.found[name]
 
     def _places(self, page_size: int, num: int) -> Tensor | slice:
@@ -102,18 +101,14 @@ class _Batch:
         device = self.table_BN.device
         if len(self.lengths) == 1:
             first = self.lengths[0] - num
-            pages = self.table_BN[0, : -(-self.lengths[0] // page_size)].tolist()[
-                first // page_size :
-            ]
+            pages = self.table_BN[0, : -(-self.lengths[0] // page_size)].tolist()[first // page_size :]
             if pages == list(range(pages[0], pages[0] + len(pages))):
                 start = pages[0] * page_size + first % page_size
                 return slice(start, start + num)
         key_BL = self._last_keys(num, device).clamp_(min=0)
         return self.table_BN.gather(1, key_BL // page_size) * page_size + key_BL % page_size
 
-    def _visible(
-        self, rule: ScoreRule, num: int, is_cut: bool, is_padded: bool
-    ) -> tuple[Visible, bool]:
+    def _visible(self, rule: ScoreRule, num: int, is_cut: bool, is_padded: bool) -> tuple[Visible, bool]:
         S, device = self.num_queries, self.table_BN.device
         if not is_padded and not is_cut:
             return visible(S, num, device=device), False

@@ -1,4 +1,5 @@
-"""Attention over pages on a CPU by the kernels in C (`kernels/cpu/attention.c`): a row has the same bits in every batch."""
+"""Attention over pages on a CPU by the kernels in C (`kernels/cpu/attention.c`): a row has the same bits in every
+batch."""
 
 from typing import Any
 
@@ -23,9 +24,7 @@ def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
     )
 
 
-def attend(
-    q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any
-) -> Tensor:
+def attend(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **_: Any) -> Tensor:
     """See `expertmesh.ops.attention.paged_attention.paged_attention`."""
     run = attention if runs_plainly(q_THd, k_NShd, v_NShd, rule.sinks_H) else _operator
     y_THd: Tensor = run(
@@ -46,45 +45,32 @@ def attend(
 
 
 def attention(
-    q_THd: Tensor,
-    k_NShd: Tensor,
-    v_NShd: Tensor,
-    starts: Tensor,
-    num_keys_B: Tensor,
-    table_BN: Tensor,
-    first_B: Tensor | None,
+    q_THd: Tensor,  # (T, H, d) queries
+    k_NShd: Tensor,  # (pages, page size, heads, d) keys
+    v_NShd: Tensor,  # (pages, page size, heads, n) values
+    starts: Tensor,  # (B + 1,) int64
+    num_keys_B: Tensor,  # (B,) int64
+    table_BN: Tensor,  # (B, N) int64
+    first_B: Tensor | None,  # (B,) int64 place of each sequence's first key in its pages; None: 0
     mask_BSP: Tensor | None,
-    sinks_H: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
+    sinks_H: Tensor | None,  # (H,) sinks
+    window: int | None,  # keys of the window
+    chunk: int | None,  # positions of a chunk
+    softcap: float | None,  # the soft cap
 ) -> Tensor:
     """Compute the attention; for the arguments see `PagedKeys` and `ScoreRule`.
 
     Args:
-        q_THd: (T, H, d) queries.
-        k_NShd: (pages, page size, heads, d) keys.
-        v_NShd: (pages, page size, heads, n) values.
-        starts: (B + 1,) int64.
-        num_keys_B: (B,) int64.
-        table_BN: (B, N) int64.
-        first_B: (B,) int64 place of each sequence's first key in its pages; None: 0.
         mask_BSP: (B, S, places) bool, True for keys that may be seen; None: all that the rule lets through.
-        sinks_H: (H,) sinks.
-        window: keys of the window.
-        chunk: positions of a chunk.
-        softcap: the soft cap.
 
     Returns:
         (T, H, n); rows that see no key, and have no sink, are 0.
-
-    Raises:
-        ConfigError: there are no kernels.
     """
     kernels = loaded().kernels
     if kernels is None:
         raise ConfigError(
-            "this graph computes attention by the kernels in C, which are not here; install a C compiler, or export it again"
+            "this graph computes attention by the kernels in C, which are not here; install a C compiler, or export "
+            "it again"
         )
     q_THd = q_THd if q_THd.stride(-1) == 1 else q_THd.contiguous()
     y_THd = q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3])

@@ -21,9 +21,7 @@ def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
     )
 
 
-def attend(
-    q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **how: Any
-) -> Tensor:
+def attend(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor, keys: PagedKeys, rule: ScoreRule, **how: Any) -> Tensor:
     """See `expertmesh.ops.attention.paged_attention.paged_attention`."""
     from expertmesh.kernels import attention_over_pages
 

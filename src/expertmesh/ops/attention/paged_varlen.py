@@ -1,4 +1,5 @@
-"""Attention over pages on NVIDIA by PyTorch's FlashAttention (`varlen_attn`), for prompts; the rest is the Triton kernel's."""
+"""Attention over pages on NVIDIA by PyTorch's FlashAttention (`varlen_attn`), for prompts; the rest is the Triton
+kernel's."""
 
 import inspect
 from contextlib import suppress
@@ -24,7 +25,8 @@ _HAS_PAGES = varlen_attn is not None and "block_table" in inspect.signature(varl
 
 
 def serves(q_THd: Tensor, k_NShd: Tensor, v_NShd: Tensor) -> bool:
-    """Whether `attend` takes these tensors: as the Triton kernel, on NVIDIA, 16 bits, in large pages, keys as long as values."""
+    """Whether `attend` takes these tensors: as the Triton kernel, on NVIDIA, 16 bits, in large pages, keys as long as
+    values."""
     return (
         _HAS_PAGES
         and torch.version.hip is None

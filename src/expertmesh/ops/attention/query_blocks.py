@@ -1,8 +1,8 @@
 """Attention of whole sequences over blocks of queries: only one block's scores are in memory, forward and backward.
 
 A block reads only the keys from the first to the last that its queries may attend to. The backward recomputes a block's
-probabilities, unless sequences are short: then they are kept, in the type of the queries. Scores and softmax are FP32 (FP64
-for FP64); products of probabilities and of gradients are in the type of the queries.
+probabilities, unless sequences are short: then they are kept, in the type of the queries. Scores and softmax are FP32
+(FP64 for FP64); products of probabilities and of gradients are in the type of the queries.
 """
 
 from collections.abc import Iterator
@@ -30,22 +30,17 @@ GPU_BLOCK_SCORES = 1 << 22
 
 
 def attention(
-    q_BHSd: Tensor,
-    k_BhLd: Tensor,
-    v_BhLd: Tensor,
-    visible: Visible,
-    rule: ScoreRule | None = None,
+    q_BHSd: Tensor,  # (B, H, S, d) queries, the last S of L tokens
+    k_BhLd: Tensor,  # (B, h, L, d) keys; h divides H
+    v_BhLd: Tensor,  # (B, h, L, n) values
+    visible: Visible,  # the keys that each query may attend to, without the rule's window and chunks
+    rule: ScoreRule | None = None,  # window, chunks, soft cap and sinks; None: none of them
     *,
     is_invariant: bool = False,
 ) -> Tensor:
     """Compute softmax(rule(q k^T / sqrt(d)) over visible keys) v; differentiable once.
 
     Args:
-        q_BHSd: (B, H, S, d) queries, the last S of L tokens.
-        k_BhLd: (B, h, L, d) keys; h divides H.
-        v_BhLd: (B, h, L, n) values.
-        visible: the keys that each query may attend to, without the rule's window and chunks.
-        rule: window, chunks, soft cap and sinks; None: none of them.
         is_invariant: whether a query's result is bitwise the same in every batch; its gradients are ordinary ones.
 
     Returns:
@@ -73,7 +68,8 @@ def attention(
 
 
 def is_short(q_BHSd: Tensor, k_BhLd: Tensor, rule: ScoreRule = PLAIN) -> bool:
-    """Whether a call's probabilities are kept for the backward: short sequences on a CPU, neither compiled nor capped."""
+    """Whether a call's probabilities are kept for the backward: short sequences on a CPU, neither compiled nor
+    capped."""
     return (
         q_BHSd.device.type == "cpu"
         and rule.softcap is None
@@ -165,9 +161,7 @@ class _Operands:
         A query that sees no key sees all, so that its probabilities are finite.
         """
         empty, factor = k_ZLd.new_empty(1, 1, 1), q_ZRd.shape[-1] ** -0.5
-        s_ZRL = torch.baddbmm(
-            empty, q_ZRd.to(self.dtype), k_ZLd[:, span.keys].mT, beta=0, alpha=factor
-        )
+        s_ZRL = torch.baddbmm(empty, q_ZRd.to(self.dtype), k_ZLd[:, span.keys].mT, beta=0, alpha=factor)
         if self.rule.softcap is not None:
             s_ZRL.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
         hidden = self._hidden(part, span)
@@ -193,7 +187,8 @@ class _Operands:
         return _by_head(y_ZRd, part, span).masked_fill(blind, 0).view(y_ZRd.shape)
 
     def _hidden(self, part: _HeadGroup, span: _Span) -> Tensor | None:
-        """Bool, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is hidden."""
+        """Bool, broadcastable to (B, h, G, S, L), True for keys hidden from a block's queries; None: no key is
+        hidden."""
         found = None
         if self.mask is not None:
             sequences = part.sequences if self.mask.shape[0] > 1 else slice(None)
@@ -236,7 +231,8 @@ def _flat(t_BhLd: Tensor, part: _HeadGroup) -> Tensor:
 
 
 def _forward(q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """Compute y (B, H, S, n), and the probabilities that are kept, block after block; `more` as in the operator's schema."""
+    """Compute y (B, H, S, n), and the probabilities that are kept, block after block; `more` as in the operator's
+    schema."""
     *rule, is_invariant, keeps = more
     if is_invariant:
         return _invariant(q_BHSd, k_BhLd, v_BhLd, *rule), q_BHSd.new_empty(0)
@@ -304,10 +300,7 @@ def _gradients(
     with without_autocast(q_BHSd.device):
         call = _Operands.of(q_BHSd, k_BhLd, v_BhLd, *rule)
         grad_BhGSd = grad_BHSd.unflatten(1, (h, -1))
-        d_q, d_k, d_v = (
-            torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t in (q_BHSd, k_BhLd, v_BhLd)
-        )
+        d_q, d_k, d_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BHSd, k_BhLd, v_BhLd))
         d_q_BhGSd = d_q.unflatten(1, (h, -1))
         d_sinks = None if call.sinks_hG is None else torch.zeros_like(call.sinks_hG)
         place, spans = 0, call.spans()
@@ -315,9 +308,7 @@ def _gradients(
             k_ZLd, v_ZLd = _flat(k_BhLd, part), _flat(v_BhLd, part)
             wide_k, wide_v = k_ZLd.to(call.dtype), v_ZLd.to(call.dtype)
             # of few blocks, sums are in the type of the products
-            of_k, of_v = (
-                _Sum(_flat(t, part), own if kept.numel() else call.dtype) for t in (d_k, d_v)
-            )
+            of_k, of_v = (_Sum(_flat(t, part), own if kept.numel() else call.dtype) for t in (d_k, d_v))
             for span in spans:
                 q_ZRd = call.rows(call.q_BhGSd, part, span)
                 grad_ZRd = call.without_blind(call.rows(grad_BhGSd, part, span), part, span)
@@ -344,12 +335,7 @@ def _gradients(
 
 
 class _Sum:
-    """Sum of products over blocks, the gradient of a part's keys or values.
-
-    Args:
-        out_ZLd: where it is written to.
-        dtype: type of the sum.
-    """
+    """Sum of products over blocks, the gradient of a part's keys or values."""
 
     def __init__(self, out_ZLd: Tensor, dtype: torch.dtype) -> None:
         self.out_ZLd, self.dtype = out_ZLd, dtype
@@ -404,9 +390,7 @@ _attention_backward = torch.library.custom_op(
 
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return _empty(q, v), q.new_empty(
-        _Operands.of(q, k, v, *more[:-2]).num_kept() if more[-1] else 0
-    )
+    return _empty(q, v), q.new_empty(_Operands.of(q, k, v, *more[:-2]).num_kept() if more[-1] else 0)
 
 
 @_attention_backward.register_fake

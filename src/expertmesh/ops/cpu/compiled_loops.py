@@ -31,7 +31,8 @@ _OPTIONS = {
     "compile_threads": 1,  # no process pool for one loop
 }
 _ONE_AT_A_TIME = threading.Lock()
-"""Lock for tracing, which changes the behaviour of torch's modules until it ends; torch.compile has such a lock, taken too."""
+"""Lock for tracing, which changes the behaviour of torch's modules until it ends; torch.compile has such a lock, taken
+too."""
 _said: list[str] = []
 
 
@@ -110,7 +111,8 @@ def while_tracing() -> Iterator[None]:
 
 @contextmanager
 def while_compiling() -> Iterator[None]:
-    """Context for compiling: as `while_tracing`, without the compiling state; Inductor is imported, which takes a second."""
+    """Context for compiling: as `while_tracing`, without the compiling state; Inductor is imported, which takes a
+    second."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about torch's own old parts
         import_module("torch._inductor.compile_fx")
@@ -121,7 +123,8 @@ def while_compiling() -> Iterator[None]:
 
 @contextmanager
 def _compile_lock() -> Iterator[None]:
-    """Context that holds torch's compile lock and hides the work from dispatch modes; other threads compute as usual."""
+    """Context that holds torch's compile lock and hides the work from dispatch modes; other threads compute as
+    usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about torch's own old parts
         from torch._dynamo.config import disable
@@ -134,9 +137,7 @@ def _compile_lock() -> Iterator[None]:
         yield
 
 
-def compile_graph(
-    graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
+def compile_graph(graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Compile a graph traced with symbolic sizes. `graph`: a `torch.fx.GraphModule`."""
     with while_compiling():
         from torch._inductor import standalone_compile

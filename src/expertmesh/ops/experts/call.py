@@ -133,9 +133,7 @@ def make_experts_call(
         tuple(scales[half:]),
     )
     order = RouteMetadata(*maps)
-    return ExpertsCall(
-        x_TD, weights_TK, experts, backend, maps=order, batch_invariant=batch_invariant
-    )
+    return ExpertsCall(x_TD, weights_TK, experts, backend, maps=order, batch_invariant=batch_invariant)
 
 
 def forward(
@@ -176,9 +174,7 @@ def data_grads(
 ) -> tuple[Tensor | None, Tensor | None, tuple[HiddenGradients, ...]]:
     """Compute the gradients of x and of the routing weights, and the inputs of `weight_grads` for every slice."""
     d_x, d_weights, kept = None, None, []
-    for h, (step, _) in zip(
-        hidden, _steps(call, [True] * len(call.differentiable), ()), strict=True
-    ):
+    for h, (step, _) in zip(hidden, _steps(call, [True] * len(call.differentiable), ()), strict=True):
         part_x, part_weights, rows = of_slice(grad_TD, call.x_TD, h, *step)
         d_x, d_weights = _added(d_x, part_x), _added(d_weights, part_weights)
         kept.append(rows)
@@ -196,16 +192,11 @@ def weight_grads(
     steps = _steps(call, [True] * len(call.differentiable), main)
     return _flat(
         call,
-        [
-            of_slice(grad_TD, call.x_TD, rows, *step, into=into)
-            for rows, (step, into) in zip(kept, steps, strict=True)
-        ],
+        [of_slice(grad_TD, call.x_TD, rows, *step, into=into) for rows, (step, into) in zip(kept, steps, strict=True)],
     )
 
 
-def _by_slice(
-    experts: ExpertWeights, values: Sequence[Any], missing: Any
-) -> Iterator[tuple[Any, ...]]:
+def _by_slice(experts: ExpertWeights, values: Sequence[Any], missing: Any) -> Iterator[tuple[Any, ...]]:
     """Group values in the order of the parameters by slice: (w_in, w_out, b_in, b_out) each."""
     n = len(experts.w_in)
     after = 2 * n + len(experts.b_in)

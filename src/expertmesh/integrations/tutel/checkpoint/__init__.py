@@ -1,8 +1,8 @@
 """Replacement for `tutel.checkpoint`: state dicts of other numbers of ranks.
 
-`python -m expertmesh.integrations.tutel.checkpoint.gather --inputs './{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt`
-joins the files of the ranks, `...checkpoint.scatter --input all.ckpt --output_size 8 --outputs './{rank}-of-{size}.ckpt'` parts
-one file, both with Tutel's options. Files are loaded with `weights_only=True`.
+`python -m expertmesh.integrations.tutel.checkpoint.gather --inputs './{rank}-of-{size}.ckpt' --input_size 2 --output
+all.ckpt` joins the files of the ranks, `...checkpoint.scatter --input all.ckpt --output_size 8 --outputs
+'./{rank}-of-{size}.ckpt'` parts one file, both with Tutel's options. Files are loaded with `weights_only=True`.
 """
 
 import inspect
@@ -22,19 +22,13 @@ State = dict[str, Any]
 
 def called(function: Callable[..., None], arguments: list[str] | None) -> None:
     """Call a function with the words of a command, --name value or --name=value, one for each parameter."""
-    words = [
-        part
-        for word in (sys.argv[1:] if arguments is None else arguments)
-        for part in word.split("=", 1)
-    ]
+    words = [part for word in (sys.argv[1:] if arguments is None else arguments) for part in word.split("=", 1)]
     known = inspect.signature(function).parameters
     given: dict[str, Any] = {}
     for flag, value in zip(words[::2], [*words[1::2], ""], strict=False):
         name = flag.removeprefix("--")
         if name not in known or not flag.startswith("--") or not value:
-            raise ConfigError(
-                f"{flag} {value}: the words are --name value, with {', '.join(known)}; correct it"
-            )
+            raise ConfigError(f"{flag} {value}: the words are --name value, with {', '.join(known)}; correct it")
         is_number = known[name].annotation is int
         if is_number and not value.isdigit():
             raise ConfigError(f"{flag} {value}: must be a whole number; give one")
@@ -55,9 +49,7 @@ def read(path: str, namespace: str = "") -> tuple[Any, State]:
     whole = state = load_torch_file(path)
     for name in filter(None, namespace.split("/")):
         if not isinstance(state, dict) or name not in state:
-            raise ConfigError(
-                f"namespace={namespace!r}: {path} has no {name!r}; choose a name in it"
-            )
+            raise ConfigError(f"namespace={namespace!r}: {path} has no {name!r}; choose a name in it")
         state = state[name]
     return whole, state
 
@@ -86,7 +78,8 @@ def join(states: Sequence[State], default_num_global_experts: int = 0) -> State:
         counts = dict.fromkeys(layers, default_num_global_experts)
     if not counts:
         raise ConfigError(
-            "the state dict has no _num_global_experts; give --default_num_global_experts, or the --namespace of the model"
+            "the state dict has no _num_global_experts; give --default_num_global_experts, or the --namespace of the "
+            "model"
         )
     joined = dict(states[-1])
     for layer, num_experts in counts.items():
@@ -105,7 +98,8 @@ def part(state: State, size: int) -> list[State]:
     counts = _counts(state)
     if not counts:
         raise ConfigError(
-            "the state dict has no _num_global_experts; join the ranks' files first, or give the --namespace of the model"
+            "the state dict has no _num_global_experts; join the ranks' files first, or give the --namespace of the "
+            "model"
         )
     parts = [dict(state) for _ in range(size)]
     for layer, num_experts in counts.items():
@@ -129,7 +123,8 @@ def _check(num_experts: int, size: int) -> None:
 
 
 def _cut(name: str, values: Tensor, num_experts: int, size: int) -> Sequence[Tensor]:
-    """Equal parts of a tensor for the ranks: whole experts, or slices of one along its first dimension after the experts'."""
+    """Equal parts of a tensor for the ranks: whole experts, or slices of one along its first dimension after the
+    experts'."""
     if values.numel() % size or (values.dim() > 1 and values.shape[0] != num_experts):
         raise ConfigError(
             f"{name} of shape {tuple(values.shape)}: cannot be parted for {size} ranks; choose another number of ranks"
@@ -140,7 +135,8 @@ def _cut(name: str, values: Tensor, num_experts: int, size: int) -> Sequence[Ten
     axis = next((i for i in range(1, values.dim()) if values.shape[i] > 1), 1)
     if values.shape[axis] % slices:
         raise ConfigError(
-            f"{name} of shape {tuple(values.shape)}: {slices} ranks share an expert, and must divide dimension {axis}; choose "
+            f"{name} of shape {tuple(values.shape)}: {slices} ranks share an expert, and must divide dimension "
+            f"{axis}; choose "
             "another number of ranks"
         )
     return [piece for expert in values.split(1) for piece in expert.chunk(slices, axis)]

@@ -14,10 +14,7 @@ def gather(
     default_num_global_experts: int = 0,
 ) -> None:
     """Join the files of `input_size` ranks, named by a pattern with {rank} and {size}, into the file `output`."""
-    files = [
-        apply_rank_size_from_pattern(inputs, rank, input_size, create_dir=False)
-        for rank in range(input_size)
-    ]
+    files = [apply_rank_size_from_pattern(inputs, rank, input_size, create_dir=False) for rank in range(input_size)]
     found = [read(file, namespace) for file in files]
     state = join([state for _, state in found], default_num_global_experts)
     torch.save(put(found[-1][0], namespace, state), output)

@@ -3,7 +3,8 @@
 from expertmesh.errors import ConfigError
 
 WAY_OUT = (
-    "tutel.launcher.run has no counterpart here; start the script with torchrun --nproc-per-node N [--nnodes M --node-rank R "
+    "tutel.launcher.run has no counterpart here; start the script with torchrun --nproc-per-node N [--nnodes M "
+    "--node-rank R "
     "--master-addr HOST]"
 )
 
