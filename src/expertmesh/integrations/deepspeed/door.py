@@ -25,9 +25,9 @@ from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.rules import check_arguments, check_used
-from expertmesh.integrations.kept_marks import KeptMarks
 from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
+from expertmesh.moe.kept_marks import KeptMarks
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
 from expertmesh.ops.dtypes import accumulate_dtype

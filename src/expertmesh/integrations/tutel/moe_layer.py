@@ -25,7 +25,6 @@ from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.values import check_choice, check_type
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.kept_marks import KeptMarks
 from expertmesh.integrations.tutel import net
 from expertmesh.integrations.tutel.builtin import EXPERTS, make_experts, make_gate
 from expertmesh.integrations.tutel.custom_layer import CustomLayer
@@ -34,6 +33,7 @@ from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.integrations.tutel.rules import check_count, check_numbers, check_tokens
 from expertmesh.integrations.tutel.state_names import to_ours, to_theirs
 from expertmesh.moe.foreign_names import keep_where_refused
+from expertmesh.moe.kept_marks import KeptMarks
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation
 from expertmesh.parallel.experts.dispatcher import spread_experts
