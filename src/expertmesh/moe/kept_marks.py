@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -31,7 +31,7 @@ def kept_marks(module: nn.Module) -> Iterator[None]:
 class KeptMarks(nn.Module):
     """Module whose parameters keep their attributes in deep copies, and when they move to another device."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KeptMarks":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy with the parameters' attributes."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -39,7 +39,7 @@ class KeptMarks(nn.Module):
         _mark(made, _marks(self))
         return made
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "KeptMarks":
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         with kept_marks(self):
             super()._apply(fn, recurse)
         return self
