@@ -43,12 +43,10 @@ from tests.support.ranks import RankPool
 
 NOTE = (
     "Median of rounds, in which all contenders on all numbers of ranks take turns; a new batch, and so a new routing, "
-    "in every "
-    "round; before each timed step one that is not timed. CPU time is the mean of the ranks, wall time that of the "
-    "last rank. `of one "
-    "rank's`: CPU time per token relative to the same contender on one rank. `MB sent` is what a rank hands to others "
-    "in "
-    "forward and backward. Freed memory stays with the process, as in our trainer (for all contenders)."
+    "in every round; before each timed step one that is not timed. CPU time is the mean of the ranks, wall time that "
+    "of the last rank. `of one rank's`: CPU time per token relative to the same contender on one rank. `MB sent` is "
+    "what a rank hands to others in forward and backward. Freed memory stays with the process, as in our trainer (for "
+    "all contenders)."
 )
 
 

@@ -307,8 +307,7 @@ def main(
         notes=[
             (
                 "Tokens per second, medians of rounds in which all take turns; `first token`: median of the mixed "
-                "load's "
-                "requests."
+                "load's requests."
             )
         ],
         around=circumstances(clock=clock, peers={"transformers": _version()}),

@@ -60,9 +60,8 @@ def main() -> None:
             ratios.append(through / own)
             cpu_ratios.append(own_cpu / server_cpu)
             print(
-                f"round {number}: engine {own:.1f} tokens/s, through the server {through:.1f} (clients' {cpu:.1f} s "
-                f"of {wall:.1f} s "
-                f"subtracted; with them {tokens / wall:.1f}), ratio {ratios[-1]:.3f}; "
+                f"round {number}: engine {own:.1f} tokens/s, through the server {through:.1f} (clients' {cpu:.1f} s of "
+                f"{wall:.1f} s subtracted; with them {tokens / wall:.1f}), ratio {ratios[-1]:.3f}; "
                 f"CPU {own_cpu:.2f} s alone, {server_cpu:.2f} s served, ratio {cpu_ratios[-1]:.3f}",
                 flush=True,
             )

@@ -197,8 +197,7 @@ def main() -> int:
                 lost = len(found.outcomes) - whole
                 print(
                     f"{name:<12} {whole:5} whole, {lost} lost, {whole / found.seconds:6.1f} requests/s, first token "
-                    "p50 "
-                    f"{first_token_ms(found.outcomes, 0.5):.0f} ms, p99 {first_token_ms(found.outcomes, 0.99):.0f} "
+                    f"p50 {first_token_ms(found.outcomes, 0.5):.0f} ms, p99 {first_token_ms(found.outcomes, 0.99):.0f} "
                     "ms, memory "
                     f"{found.rss_bytes / 2**20:.0f} MiB; harmful requests by status: {dict(got)}",
                     flush=True,

@@ -36,8 +36,7 @@ def main() -> None:
                 refused = sum(o.status == 429 for o in one.outcomes)
                 print(
                     f"round {number}: {whole} whole, {cut} cut by the client, {refused} times 429, {len(one.strays)} "
-                    "else, "
-                    f"{whole / one.seconds:.1f} requests/s; held two steps later: {one.held:g}; memory "
+                    f"else, {whole / one.seconds:.1f} requests/s; held two steps later: {one.held:g}; memory "
                     f"{one.rss_bytes / 2**20:.0f} MiB; loop late at p99 {lag_ms(server):.0f} ms, waited "
                     f"{one.loop_waited_s:.1f} s for a core; server and clients took {one.server_s:.1f} and "
                     f"{one.client_s:.1f} s of "

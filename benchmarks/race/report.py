@@ -33,8 +33,8 @@ METHOD = (
 )
 KERNELS_NOTE = (
     "Each launch alone, with a cold L2; `router` is all before the experts (product, choice, weights), `maps` the row "
-    "orders. Operations and "
-    "bytes as in docs/kernels.md; a prediction is the model's (benchmarks/race/model.py) or a written one."
+    "orders. Operations and bytes as in docs/kernels.md; a prediction is the model's (benchmarks/race/model.py) or a "
+    "written one."
 )
 PREDICTIONS_NOTE = """\
 Made by `benchmarks/race/model.py` before any run, and frozen in `benchmarks/race/predictions.json` (H200). Tiles are
@@ -97,8 +97,7 @@ def markdown(record: Record, *, plot: str) -> str:
     if "gemm_flops_per_s" in machine:
         text.append(
             f"Ceilings measured in the same run: copy {machine['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and "
-            "written), "
-            f"BF16 product of {machine['gemm_size']}^3 {machine['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s."
+            f"written), BF16 product of {machine['gemm_size']}^3 {machine['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s."
         )
     if record["layers"]:
         text += _section("Hard lines", hard_lines(record))

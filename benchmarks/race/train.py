@@ -279,9 +279,8 @@ def verdicts(record: dict[str, Any]) -> list[str]:
     if len(runs) == 2:
         gain = runs["dense"]["loss"] - runs["moe"]["loss"]
         lines.append(
-            f"After {runs['moe']['tokens'] / 1e6:.1f} million tokens the experts are {gain:+.4f} nats per token "
-            "better than "
-            "the dense twin of equal operations."
+            f"After {runs['moe']['tokens'] / 1e6:.1f} million tokens the experts are {gain:+.4f} nats per token better "
+            "than the dense twin of equal operations."
         )
     return lines
 

@@ -149,13 +149,11 @@ def test_mistakes_are_named(two_ranks):
     expected = (
         (
             "num_redundant_experts=1: the 4 experts and their copies must fill equal slots of 2 parts, each part one "
-            "copy "
-            "at most; use 2"
+            "copy at most; use 2"
         ),
         (
             "num_redundant_experts=6: the 4 experts and their copies must fill equal slots of 2 parts, each part one "
-            "copy "
-            "at most; use 4"
+            "copy at most; use 4"
         ),
         "enable_eplb=True: has no effect where each rank has all experts",
         "enable_eplb=True: has no effect where each rank has all experts",

@@ -136,8 +136,7 @@ def test_mistakes_are_named(place, four_ranks):
     expected = (
         (
             "slices of their hidden_dim 256 in whole groups of 128 must make the ranks; use ep_degree x es_degree of "
-            "4 x "
-            "1, 2 x 2"
+            "4 x 1, 2 x 2"
         ),
         "whole groups of 64 must make the ranks; use ep_degree x es_degree of 4 x 1, 2 x 2, 1 x 4",
         "expert_slots=3: a layer has 1 experts on a rank; use at most 1",

@@ -15,8 +15,7 @@ from expertmesh.moe.experts import ExpertList, GroupedExperts
 D, E = 6, 5
 SIGNATURE = (
     "(self, hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, "
-    "min_capacity=4, "
-    "use_residual=False, noisy_gate_policy=None, drop_tokens=True, use_rts=True, use_tutel=False, "
+    "min_capacity=4, use_residual=False, noisy_gate_policy=None, drop_tokens=True, use_rts=True, use_tutel=False, "
     "enable_expert_tensor_parallelism=False, top2_2nd_expert_sampling=True)"
 )
 

@@ -22,8 +22,7 @@ LLAMA = {"type": "llama_ffn", "num_experts_per_device": E, "hidden_size_per_expe
 CONSTRUCTOR = (
     "(self, gate_type, model_dim, experts=None, scan_expert_func=None, result_func=None, group=None, seeds=None, "
     "a2a_ffn_overlap_degree=1, is_postscore=True, batch_prioritized_routing=False, normalize_gate=True, "
-    "is_gshard_loss=True, "
-    "parallel_type='adaptive:1', use_2dh=False, **deprecated)"
+    "is_gshard_loss=True, parallel_type='adaptive:1', use_2dh=False, **deprecated)"
 )
 FORWARD = (
     "(self, input, gate_index=0, capacity_factor=None, top_k=None, a2a_ffn_overlap_degree=None, reserve_dims=1, "

@@ -20,10 +20,9 @@ THERE = {
     "save "
     "load perform from_url apply_rank_size_from_pattern",
     "tutel.net": "get_world_size get_world_rank create_groups_from_world create_standalone_group barrier "
-    "simple_broadcast "
-    "simple_all_reduce simple_all_to_all simple_split simple_reduce_scatter simple_all_gather all_to_all "
-    "all_to_all_single "
-    "all_gather zero_gather zero_scatter spatial_split reduce_scatter allreduce_forward allreduce_backward "
+    "simple_broadcast simple_all_reduce simple_all_to_all simple_split simple_reduce_scatter simple_all_gather "
+    "all_to_all all_to_all_single all_gather zero_gather zero_scatter spatial_split reduce_scatter allreduce_forward "
+    "allreduce_backward "
     "batch_all_to_all_v batch_all_gather_v TutelDistributedOptimizer",
     "tutel.jit": "create_cuda_kernel",
     "tutel.launcher": "run execl",

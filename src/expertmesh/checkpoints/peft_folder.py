@@ -257,8 +257,7 @@ def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
         if match["factor"] in of_module:
             raise CheckpointError(
                 f"{files.folder}: has two tensors for lora_{match['factor']} of {match['module']}, {key} and another; "
-                "save the adapters "
-                "again"
+                "save the adapters again"
             )
         of_module[match["factor"]] = tensor
     for module, both in found.items():

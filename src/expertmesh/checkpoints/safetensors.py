@@ -134,8 +134,7 @@ class HubFiles:
         if name in self.entries and not self._are_equal(name, again):
             raise CheckpointError(
                 f"{self.folder}: {again} differs from {name}, and config.json ties them; set tie_word_embeddings to "
-                "false there if "
-                "the model has both, or restore the files from the hub"
+                "false there if the model has both, or restore the files from the hub"
             )
         self.entries.setdefault(name, other)
         del self.entries[again]
@@ -255,8 +254,7 @@ def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> Non
         if entry.dtype not in READABLE:
             raise CheckpointError(
                 f"{where}: {name} has dtype {entry.dtype}, and expertmesh reads float32, bfloat16, float16 and "
-                "float64; use weights "
-                "that are not quantised"
+                "float64; use weights that are not quantised"
             )
 
 

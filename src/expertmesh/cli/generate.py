@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own "
-    "choice, it does "
-    "not know how to answer"
+    "choice, it does not know how to answer"
 )
 _ROOM = 4
 """Inverse share of the model's maximum length that a conversation leaves for the answer: 1 / 4."""

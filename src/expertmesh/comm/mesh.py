@@ -53,8 +53,7 @@ def dense_degrees(num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None
     shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
         f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} "
-        "does "
-        f"not make {num_ranks} ranks; nearest: {named('dp_replicate_degree', near.dp_replicate)}, "
+        f"does not make {num_ranks} ranks; nearest: {named('dp_replicate_degree', near.dp_replicate)}, "
         f"{named('dp_shard_degree', near.dp_shard)}, {named('tp_degree', near.tp)}"
     )
 
@@ -119,8 +118,7 @@ def expert_degrees(
         fix += f"{named('dp_replicate_degree', num_replicas * copies)}, or a hidden_dim divisible by {wanted}"
     raise ConfigError(
         f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: "
-        "es_degree "
-        f"must divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
+        f"es_degree must divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
     )
 
 

@@ -136,8 +136,7 @@ def check_rl(run: Any) -> None:
             "rl.kl_beta",
             (
                 f"has the model without its adapters as reference, and {named('adapter.learn_routers', True)} moves "
-                "its "
-                "routers"
+                "its routers"
             ),
             "leave one of them out",
         ),

@@ -261,8 +261,7 @@ def _fill(
             reasons = "".join(f"{n:,} {reason}, " for reason, n in left_out.counts.items())
             raise ConfigError(
                 f"{named('data.path')}: {corpus.source}: no {corpus.kind} for {side} has an answer to learn in its "
-                "first "
-                f"{seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise "
+                f"first {seq_len + 1} tokens: {reasons.removesuffix(', ') or 'all are empty'}; give others, or raise "
                 f"{named('data.seq_len')}"
             )
         if side == "training":

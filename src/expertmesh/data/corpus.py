@@ -117,9 +117,8 @@ def load_corpus(config: TextConfig) -> Corpus:
     if len(kinds) > 1:
         first, other = [kind for kind in (PAIR, TALK, TEXT) if kind in kinds][:2]
         raise ConfigError(
-            f"{option_of(config)}: {kinds[first]} is a {first} and {kinds[other]} a {other}; train on one, then on "
-            "the other "
-            f"({named('train.init_from')})"
+            f"{option_of(config)}: {kinds[first]} is a {first} and {kinds[other]} a {other}; train on one, then on the "
+            f"other ({named('train.init_from')})"
         )
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
@@ -129,15 +128,14 @@ def load_corpus(config: TextConfig) -> Corpus:
             without = f" (left out: {left_out}){without if fix == _GIVE_TEXT else fix}"
         raise ConfigError(
             f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different "
-            f"text{'s' * (different > 1)} "
-            f"cannot be split into training and validation, which equal texts do not cross{without}"
+            f"text{'s' * (different > 1)} cannot be split into training and validation, which equal texts do not "
+            f"cross{without}"
         )
     notes = _notes(training, validation, config, notices, not_talks)
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
             f"{option_of(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} "
-            "pieces "
-            f"of text are not, by {named('data.max_bytes')}; for all of them: {named('data.max_bytes', 'none')}"
+            f"pieces of text are not, by {named('data.max_bytes')}; for all of them: {named('data.max_bytes', 'none')}"
         )
     training = _weighted(training, config)
     if not training:
@@ -214,8 +212,7 @@ def _note_of_split(training: Sequence[Document], validation: Sequence[Document],
     note = (
         f"{option_of(config)}: {share:.1%} of the text is for validation, not the {wanted:.1%} of "
         f"{named('data.validation_fraction')}: documents stay whole, and there are {len(training) + len(validation)}; "
-        "give "
-        "more, or another fraction"
+        "give more, or another fraction"
     )
     return [note]
 

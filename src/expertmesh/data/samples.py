@@ -79,9 +79,8 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
     samples, validation = ((given,) if isinstance(given, Tensor) else given for given in (samples, validation))
     if validation is not None and _are_tensors(samples) != _are_tensors(validation):
         raise ConfigError(
-            f"data={type(samples).__name__}, validation={type(validation).__name__}: must be tensors on both sides, "
-            "or datasets; "
-            "give the same of both"
+            f"data={type(samples).__name__}, validation={type(validation).__name__}: must be tensors on both sides, or "
+            "datasets; give the same of both"
         )
     if _are_tensors(samples):
         if validation is None:

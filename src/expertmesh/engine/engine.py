@@ -557,8 +557,7 @@ class Engine:
         if state and self.expert_paging():
             raise ConfigError(
                 "update_weights of an engine with expert_slots: it reads experts from their files, which stay as they "
-                "are; "
-                "save the new weights, and open them by another engine"
+                "are; save the new weights, and open them by another engine"
             )
         check_state(state, own)
         try:

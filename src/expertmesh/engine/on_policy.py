@@ -88,8 +88,7 @@ def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[T
             given = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
             raise ConfigError(
                 f"routing[{place}]: is {given}, must be ({wanted[0]}, {wanted[1]}, K) expert ids of a sequence of "
-                f"{len(one)} "
-                "tokens; give routed_experts of the answer whose tokens these are"
+                f"{len(one)} tokens; give routed_experts of the answer whose tokens these are"
             )
         for layer, num in enumerate(counts):
             own = chosen[:, layer]

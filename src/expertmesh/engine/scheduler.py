@@ -102,8 +102,7 @@ class Scheduler:
             held = self.pool.num_blocks * self.pool.block_size
             raise ConfigError(
                 f"a prompt of {len(request.prompt_ids)} tokens and max_tokens={request.max_tokens}: the cache holds "
-                f"{held} tokens; "
-                "ask for fewer, or make it larger (num_blocks)"
+                f"{held} tokens; ask for fewer, or make it larger (num_blocks)"
             )
         self.waiting.extend(request.sequences)
 

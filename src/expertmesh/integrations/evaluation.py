@@ -94,9 +94,8 @@ class ExpertMeshLM(TemplateLM):
         for _, _, continuation in batch:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; "
-                    "shorten the "
-                    "task's answers"
+                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten "
+                    "the task's answers"
                 )
         # truncated on the left to the model's length; the last token is predicted only
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]

@@ -80,8 +80,7 @@ class KVCache:
         if self.batch_size != B:
             raise ConfigError(
                 f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one "
-                "with "
-                f"new_cache(batch_size={B}, ...)"
+                f"with new_cache(batch_size={B}, ...)"
             )
         fix = "make one where the model is, with its new_cache()"
         check_device("cache", self, ids_BS.device, of="ids_BS", fix=fix)

@@ -61,8 +61,7 @@ class ExpertCopies:
         if self.granularity > 1 and not isinstance(layer.router, LinearRouter):
             raise ConfigError(
                 f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use "
-                "router=topk, "
-                "or granularity=1"
+                "router=topk, or granularity=1"
             )
         generator = torch.Generator().manual_seed(self.seed + layer_index)
         n, g = self.num_copies, self.granularity
@@ -83,8 +82,7 @@ class ExpertCopies:
             if not count:
                 raise ConfigError(
                     f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least "
-                    f"{1 / hidden:.3g}, "
-                    "or 0 for none"
+                    f"{1 / hidden:.3g}, or 0 for none"
                 )
             for e in range(n * g):
                 units = torch.randperm(hidden, generator=generator)[:count].to(w_in.device)

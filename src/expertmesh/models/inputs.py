@@ -58,8 +58,7 @@ def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
     if (layers, heads, size) != (config.num_layers, config.cache_heads, config.cache_size):
         raise ConfigError(
             f"cache has {layers} layers of {heads} heads of {size}; the model has {config.num_layers} of "
-            f"{config.cache_heads} of "
-            f"{config.cache_size}; make one with its new_cache()"
+            f"{config.cache_heads} of {config.cache_size}; make one with its new_cache()"
         )
     if autocast_dtype(cache.device) is None and cache.dtype != weight.dtype:
         raise ConfigError(

@@ -157,9 +157,8 @@ def upcycle(
     if not blocks:
         raise ConfigError(
             f"{type(model).__name__} has no feed-forward block that is recognised: none of two nn.Linear, or of three "
-            "with a gate, with "
-            "silu, gelu (exact), relu or relu squared and without dropout; put MoELayer(experts=...) in the place of "
-            "its blocks"
+            "with a gate, with silu, gelu (exact), relu or relu squared and without dropout; put "
+            "MoELayer(experts=...) in the place of its blocks"
         )
     if every > len(blocks):
         raise ConfigError(
@@ -287,8 +286,8 @@ def _named(model: nn.Module, name: str) -> tuple[nn.Module, MatchedMLP]:
     if mlp is None or not name:
         raise ConfigError(
             f"names: {name or 'the model itself'!r} ({type(module).__name__}) is not recognised as a feed-forward "
-            "block of two "
-            "nn.Linear, or of three with a gate, without dropout; name another, or build a MoELayer(experts=...) of it"
+            "block of two nn.Linear, or of three with a gate, without dropout; name another, or build a "
+            "MoELayer(experts=...) of it"
         )
     return module, mlp
 

@@ -142,9 +142,8 @@ def check_input(x: Tensor, *, dim: int, weight: Tensor | None, device: torch.dev
         )
     if x.dtype == torch.float64:
         raise ConfigError(
-            f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they "
-            "must be equal; "
-            "use x.to(...) or layer.to(...)"
+            f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they must "
+            "be equal; use x.to(...) or layer.to(...)"
         )
 
 

@@ -127,8 +127,7 @@ def _valid(
     if values_TE.ndim != 2 or num_choices_UE.shape[-1] != num_experts:
         raise ConfigError(
             f"num_choices has shape {tuple(num_choices_UE.shape)} and the scores {tuple(values_TE.shape)}; they must "
-            "be (groups, experts) and "
-            "(tokens, experts) of as many experts; give the num_experts of count_choices"
+            "be (groups, experts) and (tokens, experts) of as many experts; give the num_experts of count_choices"
         )
     _check_mask(values_TE, token_mask_T)
     valid_U = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)

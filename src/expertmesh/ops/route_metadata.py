@@ -123,8 +123,7 @@ def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
     if not fits:
         raise ConfigError(
             f"x has {num_tokens} tokens and the metadata {num_slots} choices of another number; they must be of the "
-            "same tokens; "
-            "give the tokens that were routed"
+            "same tokens; give the tokens that were routed"
         )
 
 
@@ -134,8 +133,7 @@ def check_rows(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> None:
     if y_RD.shape[0] != num_rows or top_k < 1 or num_slots % top_k:
         raise ConfigError(
             f"y has {y_RD.shape[0]} rows and top_k is {top_k}; the metadata are of {num_rows} rows and {num_slots} "
-            "choices, "
-            "which top_k must divide; check both"
+            "choices, which top_k must divide; check both"
         )
 
 

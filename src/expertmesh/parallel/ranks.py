@@ -227,8 +227,7 @@ def open_ranks(
             raise
         raise CollectiveError(
             f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the "
-            "start: "
-            f"{reason}"
+            f"start: {reason}"
         ) from error
     finally:
         end_groups(world, ours=ours, agree=agree)

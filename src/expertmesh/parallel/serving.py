@@ -118,9 +118,8 @@ def serving_degrees(
         )
         choices = ", ".join(f"{e} x {f}" for e, f in sorted(fits, reverse=True))
         raise ConfigError(
-            f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of "
-            "their hidden_dim "
-            f"{hidden_dim}{f' in whole groups of {unit}' if unit > 1 else ''} must make the ranks; "
+            f"{shown or 'experts'} on {num_ranks} ranks: parts of the {min(num_experts)} experts times slices of their "
+            f"hidden_dim {hidden_dim}{f' in whole groups of {unit}' if unit > 1 else ''} must make the ranks; "
             f"{f'use ep_degree x es_degree of {choices}' if choices else 'use fewer ranks'}"
         )
     # first the most ranks with distinct experts, then the fewest slices

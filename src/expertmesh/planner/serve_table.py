@@ -28,8 +28,7 @@ def serve_text(plan: ServePlan) -> str:
     lines = [
         (
             f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} "
-            "billion "
-            "for a token"
+            "billion for a token"
         ),
         (
             f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} "

@@ -41,9 +41,8 @@ def plan_text(plan: SearchResult) -> str:
     tokens = plan.problem.batch * work.seq_len
     lines = [
         (
-            f"{plan.model.name}: {sizes.num_parameters:,} parameters, {sizes.active_parameters / 1e9:,.2f} billion "
-            "for a "
-            "token"
+            f"{plan.model.name}: {sizes.num_parameters:,} parameters, {sizes.active_parameters / 1e9:,.2f} billion for "
+            "a token"
         ),
         (
             f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} "

@@ -137,9 +137,8 @@ class PolicyTask(AnswerTask):
             _log.warning(
                 Line(
                     f"the answers to every prompt had equal rewards in {SILENT_STEPS} steps in a row, which teach "
-                    "nothing: "
-                    f"look at {named('reward.functions')} and at samples ({named('train.sample_every')}), "
-                    f"or raise {named('rl.group')}"
+                    f"nothing: look at {named('reward.functions')} and at samples ({named('train.sample_every')}), or "
+                    f"raise {named('rl.group')}"
                 )
             )
 

@@ -59,10 +59,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         kept = ", ".join(str(s) for s in paths if s <= latest) or "none"
         raise ConfigError(
             f"{option}: has no checkpoint of step {step}, where this run's decay begins (kept: {kept}); train the "
-            "trunk with "
-            f"{named('train.keep_every')}, or choose {named('train.steps')} and {named('optim.decay_fraction')} so "
-            "that "
-            f"{named('train.steps')} (1 - decay_fraction) is one"
+            f"trunk with {named('train.keep_every')}, or choose {named('train.steps')} and "
+            f"{named('optim.decay_fraction')} so that {named('train.steps')} (1 - decay_fraction) is one"
         )
     if (problem := find_damage(paths[step])) is not None:
         raise CheckpointError(f"{option}: its checkpoint {paths[step]} is damaged ({problem})")

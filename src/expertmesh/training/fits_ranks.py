@@ -28,8 +28,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
         raise ConfigError(
             f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on "
-            "its "
-            f"host; use {named('train.device', 'cuda')}"
+            f"its host; use {named('train.device', 'cuda')}"
         )
     if ranks.size == 1:
         _check_alone(parallel)

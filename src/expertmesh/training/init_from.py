@@ -127,8 +127,7 @@ def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
     if not isinstance(tokenizer, Tokenizer) or tokenizer.get_vocab_size() > model.vocab_size:
         raise ConfigError(
             f"tokenizer: is {type_of(tokenizer)}, or has more tokens than the model's {model.vocab_size}; give the "
-            "model's, and "
-            "add tokens to both with add_tokens"
+            "model's, and add tokens to both with add_tokens"
         )
     for layer in model.modules():
         if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):

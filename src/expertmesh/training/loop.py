@@ -270,10 +270,8 @@ class _Trainer:
         if stop.signal is None and bad and (bad >= progress.step - first or not paths):
             raise TrainingDivergedError(
                 f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or "
-                "gradient and "
-                f"changed nothing; {kept}; lower {named('optim.lr')} or the initial weights "
-                f"({named('model.init_std')}), or "
-                f"use {named('train.dtype', 'float32')}"
+                f"gradient and changed nothing; {kept}; lower {named('optim.lr')} or the initial weights "
+                f"({named('model.init_std')}), or use {named('train.dtype', 'float32')}"
             )
         saved = f"saved in {self.store.folder}"
         if bad:
@@ -379,8 +377,7 @@ class _Trainer:
         good = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved"
         raise TrainingDivergedError(
             f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; "
-            f"{good}; "
-            f"lower {named('optim.lr')} or use {named('train.dtype', 'float32')}"
+            f"{good}; lower {named('optim.lr')} or use {named('train.dtype', 'float32')}"
         )
 
     def _evaluate(self, stop: StopRequest, report: ProgressReport) -> Evaluation | None:

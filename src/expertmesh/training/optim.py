@@ -153,8 +153,7 @@ def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor])
     if len(layers) != len(num_tokens_per_expert):
         raise ConfigError(
             f"Loss.stats: has {len(num_tokens_per_expert)} entries and the model has {len(layers)} MoE layers; return "
-            "the "
-            "RoutingStats of each, in their order"
+            "the RoutingStats of each, in their order"
         )
     for layer, counts_E in zip(layers, num_tokens_per_expert, strict=True):
         layer.update_expert_bias(counts_E)

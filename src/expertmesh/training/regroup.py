@@ -114,16 +114,14 @@ def prune(
     if not data_key:
         raise ConfigError(
             f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; "
-            "train a run "
-            f"that begins with it ({named('train.init_from')}) on yours, and name that one"
+            f"train a run that begins with it ({named('train.init_from')}) on yours, and name that one"
         )
     trained = open_model(run)
     layers = checked_layers(run, trained)
     if any(layer.options.router == "expert_choice" for layer in layers.values()):
         raise ConfigError(
             f"run {run.path}: has {named('model.moe.router', 'expert_choice')}, whose experts are all used alike, so "
-            "that "
-            "none is used least; name a run whose tokens choose"
+            "that none is used least; name a run whose tokens choose"
         )
     top_k = max(layer.top_k for layer in layers.values())
     if keep < top_k:

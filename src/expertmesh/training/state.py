@@ -201,8 +201,7 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
     if saved_key != data.key:
         raise ConfigError(
             f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and "
-            "files, "
-            f"or another {named('train.run_dir')}"
+            f"files, or another {named('train.run_dir')}"
         )
 
 

@@ -102,8 +102,7 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"{name}: has a vocabulary of {sizes[0]} and {named('model.vocab_size', sizes[1])}; use a teacher of the "
-            "same "
-            "vocabulary"
+            "same vocabulary"
         )
     for file in family.files:
         mine = data.files.get(file)

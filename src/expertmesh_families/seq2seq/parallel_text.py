@@ -262,8 +262,7 @@ def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]
         if len(lines) != len(texts[first]):
             raise ConfigError(
                 f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel "
-                "files "
-                "have equally many, blank where a line is not translated"
+                "files have equally many, blank where a line is not translated"
             )
     return texts
 

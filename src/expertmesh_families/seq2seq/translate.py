@@ -96,8 +96,7 @@ def translate(
     if endless:
         _log.warning(
             f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: "
-            "of "
-            f"{_named('text', endless)}"
+            f"of {_named('text', endless)}"
         )
     return done.texts
 

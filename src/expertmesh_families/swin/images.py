@@ -204,8 +204,7 @@ def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
     if not config.path:
         raise ConfigError(
             f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX "
-            "files as "
-            "MNIST's (images-idx3-ubyte, labels-idx1-ubyte)"
+            "files as MNIST's (images-idx3-ubyte, labels-idx1-ubyte)"
         )
     counts: list[int | None] = [*config.train_images] or [None]
     counts = counts * len(config.path) if len(counts) == 1 else counts

@@ -117,9 +117,8 @@ def _refuse(values: Values, family: HubFamily) -> None:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
             raise ConfigError(
-                f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use "
-                "a model "
-                "with default or yarn"
+                f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use a "
+                "model with default or yarn"
             )
         factor = rope.get("factor")
         if rope_type == "yarn":

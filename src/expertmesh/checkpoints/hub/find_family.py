@@ -29,9 +29,8 @@ def find_hub_family(name: str) -> HubFamily:
     if found is not None:
         return found
     raise ConfigError(
-        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); "
-        "run its experts "
-        "through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with "
+        f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join([*FAMILIES, *_ADDED.names])}); run "
+        "its experts through expertmesh.integrations.transformers.apply(model), or make experts of a dense one with "
         "expertmesh.models.upcycle"
     )
 

@@ -49,16 +49,14 @@ class Fp8Files(HubFiles):
                 kind = str(scales.dtype).removeprefix("torch.")
                 raise ConfigError(
                     f"{folder}: {name}_scale_inv is of type {kind}, and expertmesh reads scales in float32, bfloat16, "
-                    "float16, float64 "
-                    "and powers of two (F8_E8M0); give the model with such scales, or in BF16"
+                    "float16, float64 and powers of two (F8_E8M0); give the model with such scales, or in BF16"
                 )
             sizes = zip(matrix.shape, self._block_size, strict=False)
             fitting = tuple(-(-size // block) for size, block in sizes)
             if len(matrix.shape) != 2 or scales.shape != fitting:
                 raise ConfigError(
                     f"{folder}: {name}_scale_inv has shape {scales.shape}, and {name} {matrix.shape} in blocks of "
-                    f"{self._block_size} "
-                    f"needs {fitting}; use the config.json of these files"
+                    f"{self._block_size} needs {fitting}; use the config.json of these files"
                 )
             self.entries[name] = matrix._replace(dtype=torch.bfloat16)
             self._scaled[self.entries[name]] = matrix, scales
@@ -91,9 +89,8 @@ def _block_size(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
     is_pair = isinstance(found, list | tuple) and len(found) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in found):
         raise ConfigError(
-            f"{folder}: weight_block_size={found!r} in quantization_config; expertmesh reads FP8 in blocks of rows "
-            "and columns, as "
-            "[128, 128]; give the model so, or in BF16"
+            f"{folder}: weight_block_size={found!r} in quantization_config; expertmesh reads FP8 in blocks of rows and "
+            "columns, as [128, 128]; give the model so, or in BF16"
         )
     return found[0], found[1]
 

@@ -212,8 +212,7 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
     ):
         raise ConfigError(
             f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing "
-            "else; "
-            "give the model in float32, bfloat16 or float16"
+            "else; give the model in float32, bfloat16 or float16"
         )
     if (folder / "generation_config.json").is_file():
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -238,8 +237,7 @@ def hub_run_config(folder: Path, *, run_dir: Path | None = None, is_quantized: b
     if model.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end "
-            "of a document; "
-            "add tokens with transformers' resize_token_embeddings, or load it in Python by "
+            "of a document; add tokens with transformers' resize_token_embeddings, or load it in Python by "
             "expertmesh.integrations.hub.load_pretrained"
         )
     return GPTRunConfig.model_validate(

@@ -230,8 +230,7 @@ class MoE(nn.Module):
         if use_data_before_expert_parallel_:
             raise ConfigError(
                 "use_data_before_expert_parallel_=True: ranks that share a copy of the experts are neighbours here; "
-                "leave it "
-                "out, or spread the layer with expertmesh.parallel and a world of another order"
+                "leave it out, or spread the layer with expertmesh.parallel and a world of another order"
             )
         has_engine = _has_engine()
         if (spread := getattr(self._layer.dispatcher, "storage", None)) is not None:
@@ -304,8 +303,8 @@ def _refuse_parted_at_birth() -> None:
     if parts is not None and parts.zero_init_context:
         raise ConfigError(
             "deepspeed.zero.Init: parts parameters as they are made, for ZeRO 3, which DeepSpeed has not for MoE; "
-            "build the "
-            "model outside of it and choose ZeRO stage 1 or 2, or shard all of it with expertmesh.parallelize"
+            "build the model outside of it and choose ZeRO stage 1 or 2, or shard all of it with "
+            "expertmesh.parallelize"
         )
 
 
@@ -331,8 +330,7 @@ def _share_groups(moe: MoE) -> None:
     if moe.enable_expert_tensor_parallelism and ranks > moe.ep_size:
         raise ConfigError(
             "enable_expert_tensor_parallelism=True: DeepSpeed's engine would average the slices of "
-            f"{ranks // moe.ep_size} ranks; "
-            "leave it out"
+            f"{ranks // moe.ep_size} ranks; leave it out"
         )
     if groups._get_sequence_parallel_world_size() > 1:
         raise ConfigError(

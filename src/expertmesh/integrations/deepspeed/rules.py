@@ -44,8 +44,7 @@ def check_logits(logits: Any, k: int, used_token: Any = None) -> None:
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ConfigError(
             f"logits of shape {tuple(logits.shape)}, {logits.dtype}: must be (tokens, experts) of a floating-point "
-            "type; reshape "
-            "or convert them"
+            "type; reshape or convert them"
         )
     Number(1, logits.shape[1], "choose fewer", types=WHOLE, limit="num_experts").check("k", k)
     check_used(used_token, len(logits))

@@ -117,6 +117,5 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
         if (error_T < tolerance).double().mean() < _AGREEING:
             raise CheckpointError(
                 f"{checkpoint}: {name} logits differ from those of its adapters by {float(error_T.max()):.2g} of the "
-                "largest; "
-                "nothing was written: report it, with the model's config.json"
+                "largest; nothing was written: report it, with the model's config.json"
             )

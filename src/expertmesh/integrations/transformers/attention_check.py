@@ -233,9 +233,7 @@ def compare_steps(name: str, own: CheckedSequences, step: Step) -> AttentionProb
         start = int(own.positions_NS[int(error_NS.amax(1).argmax()) * own.draws, 0])
         raise ConfigError(
             f"{name}: its logits from position {start} on, over our attention and beside other sequences, are off by "
-            f"{worst:.1e} of "
-            "the largest; it does not keep to transformers' attention interface, or depends on more than the tokens "
-            "of a sequence and "
-            "their positions; use a model that does"
+            f"{worst:.1e} of the largest; it does not keep to transformers' attention interface, or depends on more "
+            "than the tokens of a sequence and their positions; use a model that does"
         )
     return probe

@@ -114,8 +114,7 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
     ):
         raise ConfigError(
             f"past_key_values has {len(cache.layers)} layers of {heads} heads of {size}; the model has "
-            f"{config.num_layers} of "
-            f"{config.cache_heads} of {config.cache_size}; take it from an output of this model"
+            f"{config.num_layers} of {config.cache_heads} of {config.cache_size}; take it from an output of this model"
         )
     if rows != len(input_ids):
         raise ConfigError(

@@ -319,8 +319,8 @@ def _longest(name: str, config: Any, max_len: int | None) -> int | None:
         if longest > original:
             raise ConfigError(
                 f"{name}: rope_type=longrope with sequences of {longest} tokens; transformers picks the factors of a "
-                "whole step by its "
-                f"last position, and neighbours would change an answer; give max_len={original}, or use another model"
+                f"whole step by its last position, and neighbours would change an answer; give max_len={original}, or "
+                "use another model"
             )
     return longest
 
@@ -335,8 +335,7 @@ def _refusing(name: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"{name}: cannot be run over pages ({str(error).splitlines()[0][:120]}); use a model that keeps to "
-            "transformers' "
-            "attention interface"
+            "transformers' attention interface"
         ) from error
 
 

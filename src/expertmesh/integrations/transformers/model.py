@@ -202,8 +202,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         if self.gpt.output is None and self.gpt.embedding.weight.is_meta and not input_ids.is_meta:
             raise ConfigError(
                 "device_map: gpt.embedding rests on the CPU or on disk, and is the output projection, too "
-                "(tie_embeddings); give it a "
-                "device that computes"
+                "(tie_embeddings); give it a device that computes"
             )
         mask_BK = None if attention_mask is None else attention_mask.bool()
         if mask_BK is not None and bool(mask_BK.all()):
@@ -262,8 +261,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             self._has_warned = True
             _log.warning(
                 "Trainer takes the loss itself (label_smoothing_factor or compute_loss_func), without the routers' "
-                "losses: leave it "
-                "to the model, add outputs.aux_loss in a compute_loss_func, or balance by bias_update_rate"
+                "losses: leave it to the model, add outputs.aux_loss in a compute_loss_func, or balance by "
+                "bias_update_rate"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,8 +303,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             asked = "max_length" if found.max_new_tokens is None else "max_new_tokens"
             raise ConfigError(
                 f"{asked}={getattr(found, asked)}: a sequence of {found.max_length} tokens passes the model's "
-                f"max_seq_len={window}; "
-                "shorten the prompt, or ask for fewer"
+                f"max_seq_len={window}; shorten the prompt, or ask for fewer"
             )
         return found
 

@@ -84,9 +84,8 @@ def _refuse_stacks(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
     if isinstance(stack, Tensor) and stack.ndim > 3:
         raise ConfigError(
             f"target_parameters: experts.{parameter} has {stack.ndim} axes, gate and up apart, and peft adapts stacks "
-            "of 3; open the "
-            "model again, leave it out, and add adapters on experts by expertmesh.lora.add(model.gpt, freeze=False) "
-            "after get_peft_model"
+            "of 3; open the model again, leave it out, and add adapters on experts by expertmesh.lora.add(model.gpt, "
+            "freeze=False) after get_peft_model"
         )
 
 

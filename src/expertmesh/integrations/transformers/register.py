@@ -69,14 +69,13 @@ def apply(model: nn.Module) -> int:
     if packed:
         raise ConfigError(
             f"{type(model).__name__} has {len(packed)} modules of {type(packed[0]).__name__}: their weights are "
-            "quantised, and "
-            "expertmesh takes float32, bfloat16 and float16; load the model with dequantised weights"
+            "quantised, and expertmesh takes float32, bfloat16 and float16; load the model with dequantised weights"
         )
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no module of experts that transformers dispatches (it is dense, or has "
-            "experts of an "
-            "older kind); use a mixture-of-experts model of transformers 5, or expertmesh's upcycle for a dense one"
+            "experts of an older kind); use a mixture-of-experts model of transformers 5, or expertmesh's upcycle for "
+            "a dense one"
         )
     for experts in found:
         config: Any = experts.config
@@ -99,6 +98,5 @@ def _refuse_fp8(experts: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     """Experts implementation for FP8 weights, which are not supported."""
     raise ConfigError(
         f"experts_implementation={NAME!r}: this model's experts have FP8 weights, and expertmesh takes float32, "
-        "bfloat16 and "
-        "float16; load it with dequantised weights, or use another implementation"
+        "bfloat16 and float16; load it with dequantised weights, or use another implementation"
     )

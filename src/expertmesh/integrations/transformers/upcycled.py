@@ -62,8 +62,7 @@ def as_moe_model(model: PreTrainedModel) -> PreTrainedModel:
     if kind not in _SPARSE or not type(model).__name__.endswith("ForCausalLM"):
         raise ConfigError(
             f"{type(model).__name__}: transformers has no class with experts for it that is read here, as for "
-            f"{', '.join(_SPARSE)} "
-            f"with a language model's head; {_OTHER_WAY}"
+            f"{', '.join(_SPARSE)} with a language model's head; {_OTHER_WAY}"
         )
     blocks: list[Any] = [layer.mlp for layer in model.model.layers]
     layers = [block.layer if isinstance(block, MoEBlock) else None for block in blocks]
@@ -103,8 +102,7 @@ def _step(layers: list[MoELayer | None], kind: str) -> int:
         missing = sum(layer is None for layer in layers)
         raise ConfigError(
             f"model: {missing} of its {len(layers)} blocks are dense, and a Mixtral has experts in all of them (a "
-            "Qwen3-MoE in "
-            f"every n-th); upcycle with every=1, or {_OTHER_WAY}"
+            f"Qwen3-MoE in every n-th); upcycle with every=1, or {_OTHER_WAY}"
         )
     return step
 
@@ -147,8 +145,7 @@ def _check(layers: list[MoELayer], dense: Any) -> None:
         if layer.options.model_dump(exclude=free) != o.model_dump(exclude=free):
             raise ConfigError(
                 "model: its layers with experts differ in their options, and those of a Mixtral or Qwen3-MoE are "
-                "alike; upcycle "
-                f"them alike, or {_OTHER_WAY}"
+                f"alike; upcycle them alike, or {_OTHER_WAY}"
             )
 
 

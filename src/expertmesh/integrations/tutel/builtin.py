@@ -93,9 +93,8 @@ class Ffn(nn.Module):
         super().__init__()
         if hidden_size_per_expert % sharded_count:
             raise ConfigError(
-                f"hidden_size_per_expert={hidden_size_per_expert}: {sharded_count} devices share an expert, which "
-                "must divide "
-                "it; choose a multiple"
+                f"hidden_size_per_expert={hidden_size_per_expert}: {sharded_count} devices share an expert, which must "
+                "divide it; choose a multiple"
             )
         self.activation_fn = activation_fn or F.relu
         self.activation_fn_with_self = activation_fn_with_self

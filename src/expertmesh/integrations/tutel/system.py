@@ -47,8 +47,7 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Ran
     if "RANK" not in os.environ and int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"OMPI_COMM_WORLD_SIZE={os.environ['OMPI_COMM_WORLD_SIZE']}: ranks of mpiexec do not know one another "
-            "here; "
-            "start them with torchrun"
+            "here; start them with torchrun"
         )
     if "RANK" in os.environ and not dist.is_initialized():
         start_group(backend, timeout_s=float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", _TIMEOUT_S)))

@@ -104,8 +104,8 @@ def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[T
             if kinds[0] != kinds[1] and not torch.compiler.is_compiling():
                 raise ConfigError(
                     f"main_grads.{name} is a {kinds[0]} and {name} a {kinds[1]}; both must be of one kind, and FSDP "
-                    "gathers its shards of "
-                    "parameters alone; leave main gradients out, or spread the layer with expertmesh.parallel"
+                    "gathers its shards of parameters alone; leave main gradients out, or spread the layer with "
+                    "expertmesh.parallel"
                 )
             like_w_in = name in ("w_in", "b_in") and interleaved
             if not (buffer.transpose(1, 2) if like_w_in else buffer).is_contiguous():

@@ -346,8 +346,7 @@ def _slices(name: str, given: Weights, sliced: bool) -> tuple[Tensor, ...]:
     if isinstance(given, Tensor) == sliced:
         raise ConfigError(
             f"{name} is {'a tensor' if sliced else 'a list'} and w_in {'a list' if sliced else 'a tensor'}; both must "
-            "be "
-            "tensors or lists of slices; slice both alike"
+            "be tensors or lists of slices; slice both alike"
         )
     if not isinstance(given, Tensor) and not given:
         raise ConfigError(f"{name} has no slices; there must be at least one; give the whole tensor")

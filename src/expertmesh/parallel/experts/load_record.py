@@ -69,8 +69,7 @@ class Repetitions:
             raise ConfigError(
                 f"{self._layer}: {len(self._waiting)} forwards that went different ways wait for their backward, and "
                 "activation checkpointing repeats one of them; run each backward before the next forward, or let all "
-                "go "
-                f"one way (no {named('parallel.adaptive')}, or the same arguments)"
+                f"go one way (no {named('parallel.adaptive')}, or the same arguments)"
             )
         return next(iter(waiting), self._last)
 

@@ -33,8 +33,8 @@ def module_degrees(
     if num_experts % num_ranks:
         raise ConfigError(
             f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, "
-            "as many as "
-            "the others; use a multiple of the ranks as num_experts, or more copies (dp_replicate_degree, num_replicas)"
+            "as many as the others; use a multiple of the ranks as num_experts, or more copies (dp_replicate_degree, "
+            "num_replicas)"
         )
     reasons = {
         "es_degree": (es_degree, 1, "they cannot be sliced"),
@@ -170,8 +170,7 @@ def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
     if without and any(sizes):
         raise ConfigError(
             f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would "
-            "have: "
-            "norms of gradients are sums over ranks that have some; put them between the others"
+            "have: norms of gradients are sums over ranks that have some; put them between the others"
         )
     return count
 
@@ -220,8 +219,7 @@ class ExpertModules(ExpertShards):
         if split.route_degree != W:
             raise ConfigError(
                 f"{named('route_degree', split.route_degree)} with {self.stay}: they stay where they are, so tokens "
-                "must "
-                f"be dispatched; use {named('route_degree', W)} or leave it out"
+                f"must be dispatched; use {named('route_degree', W)} or leave it out"
             )
 
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:

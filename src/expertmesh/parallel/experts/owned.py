@@ -39,8 +39,7 @@ def refuse_engine(layer: str, *_: object) -> None:
     """`set_deepspeed_parallelism` of a layer that is spread, which DeepSpeed's engine calls before anything else."""
     raise ConfigError(
         f"{layer}: its experts are spread already, and DeepSpeed's engine would average the gradients of different "
-        "experts; "
-        "give deepspeed.initialize a model of expertmesh.integrations.deepspeed.MoE that was not spread"
+        "experts; give deepspeed.initialize a model of expertmesh.integrations.deepspeed.MoE that was not spread"
     )
 
 
@@ -50,8 +49,7 @@ def check_left_alone(experts: nn.Module, *, layer: str) -> None:
     if not all(isinstance(parameter, OwnedParameter) for parameter in own):
         raise ConfigError(
             f"{layer}: parameters of its experts, which differ between ranks, were added or replaced after they were "
-            "spread; "
-            "give the experts' parameters to fully_shard as ignored_params, and change modules before"
+            "spread; give the experts' parameters to fully_shard as ignored_params, and change modules before"
         )
     wrapper = DistributedDataParallel._active_ddp_module
     split = {p for p in own if isinstance(p, OwnedParameter) and p.owners.size > 1}

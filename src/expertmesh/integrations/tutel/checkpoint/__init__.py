@@ -135,8 +135,7 @@ def _cut(name: str, values: Tensor, num_experts: int, size: int) -> Sequence[Ten
     axis = next((i for i in range(1, values.dim()) if values.shape[i] > 1), 1)
     if values.shape[axis] % slices:
         raise ConfigError(
-            f"{name} of shape {tuple(values.shape)}: {slices} ranks share an expert, and must divide dimension "
-            f"{axis}; choose "
-            "another number of ranks"
+            f"{name} of shape {tuple(values.shape)}: {slices} ranks share an expert, and must divide dimension {axis}; "
+            "choose another number of ranks"
         )
     return [piece for expert in values.split(1) for piece in expert.chunk(slices, axis)]

@@ -4,8 +4,7 @@ from expertmesh.errors import ConfigError
 
 WAY_OUT = (
     "tutel.launcher.run has no counterpart here; start the script with torchrun --nproc-per-node N [--nnodes M "
-    "--node-rank R "
-    "--master-addr HOST]"
+    "--node-rank R --master-addr HOST]"
 )
 
 
