@@ -1,9 +1,9 @@
 """State dicts in another system's layout: maps its tensors to parts of the tensors of a `MoELayer`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,3 +87,18 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
     if problems or fits != given & own.keys() or (strict and given != own.keys()):
         for name in fits:
             state[name] = own[name]
+
+
+class RefusedAttributes:
+    """Mixin for a door's class: attributes of the other system's class that it has not say what to use instead."""
+
+    refused: ClassVar[Mapping[str, str]] = {}  # the way out, by the name of the attribute
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError with the way out."""
+        if (fix := type(self).refused.get(name)) is not None:
+            raise AttributeError(f"{name}: has no counterpart here; {fix}")
+        found = getattr(super(), "__getattr__", None)  # torch's, of modules
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return found(name)

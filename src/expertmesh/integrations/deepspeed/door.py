@@ -26,7 +26,7 @@ from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.rules import check_arguments, check_used
 from expertmesh.moe.experts import FirstOutput
-from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
+from expertmesh.moe.foreign_names import ForeignName, RefusedAttributes, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.kept_marks import KeptMarks
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
@@ -37,18 +37,34 @@ from expertmesh.parallel.experts.owned import refuse_engine
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
-class GateOptions(SimpleNamespace):
+_TIMED = dict.fromkeys(["timers", "wall_clock_breakdown"], "measure phases with torch.profiler")
+
+
+class GateOptions(RefusedAttributes, SimpleNamespace):
     """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
 
+    refused = _TIMED | {"gate_time": "measure phases with torch.profiler", "ep_group": "read deepspeed_moe.ep_group"}
 
-class DeepSpeedLayer(KeptMarks, MoELayer):
+
+class DeepSpeedLayer(KeptMarks, RefusedAttributes, MoELayer):
     """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them."""
 
+    refused = _TIMED | dict.fromkeys(
+        ["time_falltoall", "time_salltoall", "time_moe"], "measure phases with torch.profiler"
+    )
+    ep_group_name: str  # DeepSpeed's name for it
+    use_tutel: bool = False
     gate: GateOptions  # its options and linear map
     ep_size: int  # ranks that share one replica of the experts
     num_local_experts: int  # experts of a rank
     l_aux: Tensor | None = None  # balance loss of the last call
     exp_counts: Tensor | None = None  # (E,) choices per expert in the last call, before dropping
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one replica of the experts; None: this process has all of them."""
+        storage = getattr(self.dispatcher, "storage", None)
+        return None if storage is None else storage.owners.process_group or dist.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copying and saving, without the last call, whose loss references autograd's graph."""
@@ -168,7 +184,7 @@ class MoE(nn.Module):
         self._fill(expert)
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
-        self.deepspeed_moe.ep_size = ep_size
+        self.deepspeed_moe.ep_size, self.deepspeed_moe.ep_group_name = ep_size, self.expert_group_name
         self.deepspeed_moe.num_local_experts = self.num_local_experts
         self.deepspeed_moe.gate = GateOptions(
             wg=self._layer.router.proj,

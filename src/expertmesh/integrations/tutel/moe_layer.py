@@ -32,7 +32,7 @@ from expertmesh.integrations.tutel.padded import rows_per_expert, unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.integrations.tutel.rules import check_count, check_numbers, check_tokens
 from expertmesh.integrations.tutel.state_names import to_ours, to_theirs
-from expertmesh.moe.foreign_names import keep_where_refused
+from expertmesh.moe.foreign_names import RefusedAttributes, keep_where_refused
 from expertmesh.moe.kept_marks import KeptMarks
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation
@@ -55,11 +55,12 @@ class GroupedGate(NamedTuple):
     top_k: int
     capacity_factor: float
     gate_noise: float
+    fp32_gate: bool
     wg: nn.Linear | None
     """The map from tokens to logits; None: of type "cosine_top"."""
 
 
-class MOELayer(KeptMarks):
+class MOELayer(KeptMarks, RefusedAttributes, nn.Module):
     """MoE layer with the interface of Tutel's `moe_layer`.
 
     If torch.distributed is initialised, the experts are sharded over the ranks of `group` at construction. The
@@ -93,6 +94,14 @@ class MOELayer(KeptMarks):
         >>> y = layer(torch.randn(2, 16, 64))
         >>> loss = y.square().mean() + 0.01 * y.l_aux
     """
+
+    refused = {
+        "skip_moe": "leave the layer out of the model",
+        "auto_parallel": "read `adaptive_degree`",
+        "use_model_parallel": "read `adaptive_degree` and `sharded_count`",
+        "protected_shape": "read the shape of the input",
+        "megablocks_size": "rows are never padded",
+    }
 
     def __init__(
         self,
@@ -279,6 +288,7 @@ class MOELayer(KeptMarks):
                 top_k=self._layer.options.top_k,
                 capacity_factor=self._capacity_factor,
                 gate_noise=float(gate.get("gate_noise", 0.0)),
+                fp32_gate=bool(gate.get("fp32_gate", False)),
                 wg=getattr(router, "proj", None),
             )
         ]
