@@ -207,7 +207,8 @@ class MoE(nn.Module):
         return self.deepspeed_moe
 
     def _name_modules(self) -> None:
-        """Give experts that are modules the name that DeepSpeed has for their list."""
+        """Give the experts the names that DeepSpeed has for their number and, where they are modules, their list."""
+        self._layer.experts.num_local_experts = self.num_local_experts  # type: ignore[assignment]
         if self._mlp is None:
             modules = [wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()]
             self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
