@@ -31,7 +31,10 @@ DECLARATION = {
         )
     ],
     "ops/sampling.py": [
-        ("    min_p_R: Tensor\n", "    epsilon_cutoff_R: Tensor\n"),
+        (
+            "    min_p_R: Tensor  # FP64 smallest probability relative to the largest; 0: all\n",
+            "    epsilon_cutoff_R: Tensor\n",
+        ),
         (
             "    probs = ordered.softmax(-1)\n",
             "    probs[:, 1:] *= probs[:, 1:] >= batch.epsilon_cutoff_R[:, None]\n",

@@ -188,11 +188,9 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(default=10, gt=0)
     """Number of consecutive non-finite steps after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
-    """Number of steps between progress lines if not on a terminal; metrics.jsonl has every step; none: 40 lines per
-    run."""
+    """Number of steps between progress lines if not on a terminal (metrics.jsonl has every step); none: 40 lines."""
     max_time: float | None = Field(default=None, gt=0)
-    """Time limit in seconds, or as 90m, 1h30m or 12:00:00, after which the run saves a checkpoint and stops; none: no
-    limit."""
+    """Time limit in seconds, or as 90m, 1h30m or 12:00:00; then the run saves and stops; none: no limit."""
     patience: int | None = Field(default=None, gt=0)
     """Early stopping: number of consecutive evaluations without improvement of best_by; none: no early stopping."""
     best_by: str = "loss"
@@ -272,8 +270,7 @@ class SlicesConfig(Config):
     """Parallelism of experts over the ranks that torchrun starts."""
 
     es_degree: int | None = Field(default=None, gt=0)
-    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all, if their number
-    divides it."""
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: all if that divides."""
 
     def given(self) -> dict[str, Any]:
         """Options that were set."""
@@ -284,8 +281,7 @@ class ServingDegrees(SlicesConfig):
     """Parallelism of generation over the ranks that torchrun starts."""
 
     tp_degree: int = Field(default=1, gt=0)
-    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the key-value
-    cache."""
+    """Tensor-parallel degree: number of consecutive ranks that shard attention, dense matrices and the KV cache."""
     ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
     """Expert-parallel degree: number of parts that a layer's experts are divided into, each on other ranks; none:
     number of ranks / es_degree."""
@@ -308,8 +304,7 @@ class ParallelConfig(ServingDegrees):
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Number of model replicas (HSDP), each sharded over ranks / dp_replicate_degree."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
-    """Number of ranks over which a replica's parameters are sharded (FSDP); none: number of ranks /
-    dp_replicate_degree."""
+    """Number of ranks over which a replica's parameters are sharded (FSDP); none: ranks / dp_replicate_degree."""
     route_degree: int | None = Field(default=None, gt=0)
     """Number of ranks per all-to-all group of expert parallelism; further ranks shard the same experts' weights (FSDP);
     1: no all-to-all; none: all ranks."""

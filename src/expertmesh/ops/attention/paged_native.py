@@ -113,7 +113,7 @@ def of_sequences(
     where = (sequences_B * S, lengths_B, sequences_B[:B, None], first_B, mask_BSL)
     how = rule.sinks_H, rule.window, rule.chunk, rule.softcap
     y_THd = attention(q_THd, k_BLHd, v_BLHd, *where, *how)
-    return y_THd.view(B, S, H, -1).transpose(1, 2)
+    return y_THd.view(B, S, H, v_BHLd.shape[3]).transpose(1, 2)
 
 
 _operator = cpu_operator(
