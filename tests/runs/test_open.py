@@ -187,7 +187,7 @@ def test_a_loaded_model_is_model_and_tokenizer(folders):
 WHO_MAY = {
     # who reads tensors of folders: what opens models, what goes on from checkpoints, and what turns files into others
     ("Checkpoint", "HubModel"): {
-        *("runs/run_dir.py", "training/state.py"),
+        *("runs/run_dir.py", "runs/started_adapters.py", "training/state.py"),
         *(
             "integrations/hub/convert.py",
             "integrations/hub/save.py",
