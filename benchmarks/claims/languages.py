@@ -286,13 +286,14 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
     assert isinstance(config, Seq2SeqRunConfig)
     return [
         (
-            f"**Protocol.** Recipe `translate-twelve`: {about['text']}; English from and to eleven languages and German "
-            f"from and to French and Czech; Czech and French never meet. 4 + 2 layers, {config.model.dim} wide, "
-            f"{config.model.vocab_size:,} tokens, experts (top-1) in every other layer of both sides; all arms have the same tokens "
-            f"and as many samples, and matrices are trained with Muon. {about.get('steps') or claim.steps:,} steps, {about['dtype']}, "
-            f"{about['threads']} thread(s), torch {about['torch']}. Losses: mean over the directions taught, without label "
-            f"smoothing, of finished schedules only, {VALIDATION_SAMPLES:,} lines of validation. Translations: greedy, of lines of the "
-            "test files evenly spread over them (at most "
+            f"**Protocol.** Recipe `translate-twelve`: {about['text']}; English from and to eleven languages and "
+            f"German from and to French and Czech; Czech and French never meet. 4 + 2 layers, {config.model.dim} wide, "
+            f"{config.model.vocab_size:,} tokens, experts (top-1) in every other layer of both sides; all arms have "
+            "the same tokens and as many samples, and matrices are trained with Muon. "
+            f"{about.get('steps') or claim.steps:,} steps, {about['dtype']}, {about['threads']} thread(s), torch "
+            f"{about['torch']}. Losses: mean over the directions taught, without label smoothing, of finished "
+            f"schedules only, {VALIDATION_SAMPLES:,} lines of validation. Translations: greedy, of lines of the test "
+            "files evenly spread over them (at most "
             + " and ".join(f"{count} of each direction for {name}" for name, count in LINES.items())
             + "), scored by sacreBLEU. Intervals: bootstrap over seeds and lines, paired by both."
         ),

@@ -105,12 +105,12 @@ def _table(claim: Claim, runs: list[Found]) -> list[str]:
         assert isinstance(config, GPTRunConfig)
         seconds = [r["cpu_seconds"] for r in longest if "cpu_seconds" in r]
         lines.append(
-            f"| {arm.name} | {len(longest)} | {one['parameters'] / 1e6:.2f} ({one['active_parameters'] / 1e6:.2f}) "
-            f"| {count_parameters(config.model).experts / 1e6:.2f} "
-            f"| {one['forward_flops_per_token'] / 1e6:.2f} | {one['tokens'] / 1e6:.1f} "
-            f"| {mean([r['loss'] for r in longest]):.4f} | {mean([r['bits_per_byte'] for r in longest]):.4f} "
-            f"| {mean([r['nats_saved_by_repetition'] for r in longest]):.2f} "
-            f"| {f'{mean(seconds):.0f}' if seconds else ''} |"
+            f"| {arm.name} | {len(longest)} | {one['parameters'] / 1e6:.2f} ({one['active_parameters'] / 1e6:.2f}) | "
+            f"{count_parameters(config.model).experts / 1e6:.2f} | {one['forward_flops_per_token'] / 1e6:.2f} | "
+            f"{one['tokens'] / 1e6:.1f} | {mean([r['loss'] for r in longest]):.4f} | "
+            f"{mean([r['bits_per_byte'] for r in longest]):.4f} | "
+            f"{mean([r['nats_saved_by_repetition'] for r in longest]):.2f} | "
+            f"{f'{mean(seconds):.0f}' if seconds else ''} |"
         )
     return [
         *lines,

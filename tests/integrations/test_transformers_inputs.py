@@ -72,8 +72,7 @@ CALLS = {
     "another model's heads": ((NEXT,), {"past_key_values": lambda: past(num_heads=1)}, "1 heads of 16"),
     "a mask of the new": ((NEXT,), {"past_key_values": past, "attention_mask": ONES[:, :1]}, r"shape \(2, 1\); it must be \(2, 5\), .*4 tokens in the cache"),  # noqa: E501
     "a mask of too many": ((NEXT,), {"past_key_values": past, "attention_mask": torch.ones(2, 6)}, r"shape \(2, 6\); it must be \(2, 5\), .*4 tokens in the cache"),  # noqa: E501
-    "no room": ((torch.ones(2, 13, dtype=torch.int64),), {"past_key_values": past}, ("17 tokens, 4 of them in the "
-                                                                                    "cache")),
+    "no room": ((torch.ones(2, 13, dtype=torch.int64),), {"past_key_values": past}, "17 tokens, 4 of them in the cache"),  # noqa: E501
     "a wrong factor after": ((NEXT,), {"past_key_values": past, "capacity_factor": 0}, "capacity_factor=0"),
 }  # fmt: skip
 

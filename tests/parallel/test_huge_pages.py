@@ -148,7 +148,8 @@ model = em.load(sys.argv[2]).model
 ends.set()
 watcher.join()
 held = sum(t.nbytes for t in model.state_dict().values())
-print(json.dumps([held, max(seen) - before, anonymous() - before, len(seen)]))
+seen.append(anonymous())
+print(json.dumps([held, max(seen) - before, seen[-1] - before, len(seen)]))
 """
 
 

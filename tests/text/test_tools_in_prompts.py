@@ -152,11 +152,9 @@ WRONG_TOOLS = [
             ({"properties": {"x": 1}}, ".properties.x: must be a schema"),
         )
     ),
-    ([{"type": "function", "function": {"name": "a", "strict": "no"}}], ("tools.0.function.strict: must be true or "
-                                                                        "false")),
+    ([{"type": "function", "function": {"name": "a", "strict": "no"}}], "tools.0.function.strict: must be true or false"),  # noqa: E501
     ([{"type": "function", "function": {"name": "a", "description": 1}}], "tools.0.function.description: must be text"),
-    ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(MOST_TOOLS + 1)], ("tools: has 129 tools; "
-                                                                                           "give at most 128")),
+    ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(MOST_TOOLS + 1)], "tools: has 129 tools; give at most 128"),  # noqa: E501
 ]  # fmt: skip
 
 

@@ -71,8 +71,7 @@ class Entry(NamedTuple):
         # maps this tensor alone, so that its pages are freed with it; copy on write, since torch wants writable memory
         skipped = begin % mmap.ALLOCATIONGRANULARITY
         with path.open("rb") as file:
-            place = {"offset": begin - skipped, "access": mmap.ACCESS_COPY}
-            held = mmap.mmap(file.fileno(), skipped + num_bytes, **place)
+            held = mmap.mmap(file.fileno(), skipped + num_bytes, offset=begin - skipped, access=mmap.ACCESS_COPY)
         part = torch.frombuffer(held, dtype=torch.uint8, offset=skipped)
         if begin % dtype.itemsize:  # a header of an odd length
             odd = part.view(*shape, dtype.itemsize)[at]
@@ -264,8 +263,7 @@ def check_names(where: Path, *, wanted: set[str], found: set[str], fix: str) -> 
     if missing and extra:
         raise CheckpointError(
             f"{where}: has no tensor {missing}, but {extra}, which the architecture of config.json does not have; use "
-            "the config.json of these files, and "
-            "files as transformers or expertmesh writes them"
+            "the config.json of these files, and files as transformers or expertmesh writes them"
         )
     if missing:
         raise CheckpointError(f"{where}: has no tensor {missing}; {fix}")

@@ -135,8 +135,7 @@ def _batch(given: Mapping[str, Any], num_ranks: int) -> Options:
     if micro is not None and micro * passes * num_ranks != batch:
         raise ConfigError(
             f"train_batch_size={batch}: is not train_micro_batch_size_per_gpu={micro} times "
-            f"gradient_accumulation_steps={passes} "
-            f"times {num_ranks} ranks; correct one of them"
+            f"gradient_accumulation_steps={passes} times {num_ranks} ranks; correct one of them"
         )
     return {"train.batch_size": batch, "train.gradient_accumulation_steps": passes}
 

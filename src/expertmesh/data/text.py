@@ -57,8 +57,8 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
     if objective == "auto":
         raise ConfigError(
             f"{option_of(config)}: its first record is a {corpus.kind}; to learn preferences give "
-            f"{named('objective.name', other)}, "
-            f"to learn the right answers alone {named('objective.name', 'sft')} and {named('data.column', 'chosen')}"
+            f"{named('objective.name', other)}, to learn the right answers alone {named('objective.name', 'sft')} and "
+            f"{named('data.column', 'chosen')}"
         )
     raise ConfigError(
         "objective.name",

@@ -101,7 +101,7 @@ def _block_attention(q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__:
 
 @_count(_OPERATORS.block_attention_backward)
 def _block_attention_backward(
-    _grad: Shape, kept: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
+    _grad: Shape, _kept: Shape, q_BHSd: Shape, k_BhLd: Shape, v_BhLd: Shape, *_: Any, **__: Any
 ) -> int:
     """FLOPs of recomputed scores, two matmuls with values, and two with queries and keys."""
     return 2 * prod(q_BHSd[:3]) * k_BhLd[2] * (3 * q_BHSd[3] + 2 * v_BhLd[3])

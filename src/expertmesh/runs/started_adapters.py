@@ -15,7 +15,6 @@ from expertmesh.checkpoints.merged_adapters import factor_prefix, is_factor, rea
 from expertmesh.checkpoints.peft_folder import CONFIG, Factors, read_adapter_files, read_factors
 from expertmesh.checkpoints.source import Stored
 from expertmesh.checkpoints.store import list_checkpoints
-from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
@@ -24,8 +23,7 @@ from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.moe.module_adapters import Adapter
 from expertmesh.runs.base_record import digest_of, read_record
 from expertmesh.runs.run_dir import Run, RunDir, find_model, load_run
-from expertmesh.spec.adapter_targets import check_targets
-from expertmesh.spec.model_spec import Parameter
+from expertmesh.spec.adapter_targets import check_targets, rank_of
 
 _OPTION = "adapter.init_from"
 
@@ -71,14 +69,10 @@ class StartedFactors:
             self._last = prefix, self._made(prefix.replace(".adapters.", "."))
         into.copy_(self._last[1][which][box])
 
-    def _rank_of(self, one: Parameter) -> int:
-        options: AdapterConfig = self._config.adapter
-        return options.expert_rank_of(self._spec.experts_per_token) if one.is_expert else options.rank
-
     def _fresh(self, name: str, device: str) -> Adapter:
         """The new adapter of a parameter, without values."""
         one, options = self._spec.by_name[name], self._config.adapter
-        rank = self._rank_of(one)
+        rank = rank_of(options, one, self._spec)
         return Adapter(
             one.shape,
             num_experts=one.shape[0] if one.is_expert else None,
@@ -107,7 +101,7 @@ class StartedFactors:
         if not is_target:
             rule = f"has an adapter on {name}, which is none of {named('adapter.targets', ' '.join(options.targets))}"
             raise ConfigError(_OPTION, self.path, rule, "add it to the targets")
-        rank, loaded = self._rank_of(one), own.a_erK.shape[1]
+        rank, loaded = rank_of(options, one, self._spec), own.a_erK.shape[1]
         if loaded > rank:
             option = "adapter.expert_rank" if one.is_expert else "adapter.rank"
             rule = f"is below {loaded}, the rank of {self.path} on {name}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from expertmesh.config.adapter import AdapterConfig
-from expertmesh.spec.adapter_targets import check_targets, kind_of
+from expertmesh.spec.adapter_targets import check_targets, kind_of, rank_of
 from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements, parameter
 
 
@@ -17,9 +17,9 @@ def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
     once."""
     for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
         *rows, columns = one.shape
-        rank, part, experts = config.rank, one.part, dict[str, Any]()
+        rank, part, experts = rank_of(config, one, spec), one.part, dict[str, Any]()
         if one.is_expert:
-            rank, (each, *rows) = config.expert_rank_of(spec.experts_per_token), rows
+            each, *rows = rows
             experts, part = ({}, "adapters") if config.shared else ({"expert": each}, part)
         of_a: dict[str, Any] = {"rank": rank, "model": columns}
         of_b: dict[str, Any] = {"rows": math.prod(rows), "rank": rank}

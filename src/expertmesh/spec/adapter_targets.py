@@ -82,13 +82,15 @@ def check_targets(config: AdapterConfig, spec: ModelSpec) -> list[str]:
                 raise ConfigError(f"adapter.{option}", value, rule, fix)
     check_dropout(config.dropout, names, option="adapter.dropout")
     for name in names:
-        one, rank, option = spec.by_name[name], config.rank, "adapter.rank"
-        if one.is_expert and config.expert_rank:
-            rank, option = config.expert_rank, "adapter.expert_rank"
-        elif one.is_expert:
-            rank = config.expert_rank_of(spec.experts_per_token)
-        check_rank(rank, one.shape, of=name, is_stack=one.is_expert, option=option)
+        one = spec.by_name[name]
+        option = "adapter.expert_rank" if one.is_expert and config.expert_rank else "adapter.rank"
+        check_rank(rank_of(config, one, spec), one.shape, of=name, is_stack=one.is_expert, option=option)
     return names
+
+
+def rank_of(config: AdapterConfig, one: Parameter, spec: ModelSpec) -> int:
+    """Rank of a run's adapter on a parameter of a model."""
+    return config.expert_rank_of(spec.experts_per_token) if one.is_expert else config.rank
 
 
 def check_dropout(dropout: float, names: Sequence[str], *, option: str = "dropout") -> None:

@@ -58,7 +58,7 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
         run.check_whole()
         found = family.begun_with(config, run.config, where=begin)
         if found.adapter.init_from is not None:
-            StartedFactors(found, run)
+            StartedFactors(found, run)  # refuses what does not fit before work starts
         return found
     saved, _ = own.read_config(named)
     changes: dict[str, str | None] = {"train.init_from": str(own.path)}

@@ -73,16 +73,13 @@ SEQ2SEQ_CALLS = {
     "a long mask of targets": (forward(IDS, IDS, target_mask_BS=torch.ones(2, 5) > 0), "target_mask_BS has shape"),
     "padding before tokens": (forward(IDS, IDS, target_mask_BS=HOLES), "padding before a token"),
     "padding before untied sources": (
-        lambda: seq2seq("untied")(IDS, IDS, source_mask_BS=LEFT), ("source_mask_BS has padding before a token; sources "
-                                                                  "with untied")),
-    "reading padding before untied sources": (read(mask=LEFT, positions="untied"), ("token_mask_BS has padding before "
-                                                                                   "a token")),
+        lambda: seq2seq("untied")(IDS, IDS, source_mask_BS=LEFT), "source_mask_BS has padding before a token; sources with untied"),  # noqa: E501
+    "reading padding before untied sources": (read(mask=LEFT, positions="untied"), "token_mask_BS has padding before a token"),  # noqa: E501
     "a source without tokens": (forward(IDS, IDS, source_mask_BS=EMPTY), "row without a token"),
     "indices of rows": (forward(IDS, IDS, source_index_T=torch.arange(2)), "source_index_T has shape"),
     "indices of floats": (forward(IDS, IDS, target_index_T=torch.ones(8)), "target_index_T has dtype"),
     "places in a square": (forward(IDS, IDS, target_places_N=IDS), "target_places_N has shape"),
-    "places of bytes": (forward(IDS, IDS, target_places_N=IDS[0].to(torch.uint8)), ("target_places_N has dtype "
-                                                                                   "torch.uint8")),
+    "places of bytes": (forward(IDS, IDS, target_places_N=IDS[0].to(torch.uint8)), "target_places_N has dtype torch.uint8"),  # noqa: E501
     "places of floats": (forward(IDS, IDS, target_places_N=torch.ones(3)), "target_places_N has dtype"),
     "a place that is none": (forward(IDS, IDS, target_places_N=torch.tensor([8])), "target_places_N holds 8"),
     "reading floats": (read(IDS.float()), "ids_BS has dtype"),

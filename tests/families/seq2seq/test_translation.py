@@ -309,10 +309,8 @@ def spoil(folder, name, text):
     [
         (lambda f: spoil(f, "train.de", b"one\n"), {}, r"has 60 lines and train.de has 1; parallel"),
         (lambda f: spoil(f, "train.de", b"\xff\n"), {}, "train.de: is not UTF-8 text"),
-        (lambda f: spoil(f, "train.de.gz", gzip.compress(b"one\n")), {}, ("train.de.gz: there is train.de beside it, "
-                                                                         "for the same")),
-        (lambda f: spoil(f, "val.de.gz", gzip.compress(b"one\n")), {"languages": ("de", "en")}, ("val.de.gz: there is "
-                                                                                                "val.de beside it")),
+        (lambda f: spoil(f, "train.de.gz", gzip.compress(b"one\n")), {}, "train.de.gz: there is train.de beside it, for the same"),  # noqa: E501
+        (lambda f: spoil(f, "val.de.gz", gzip.compress(b"one\n")), {"languages": ("de", "en")}, "val.de.gz: there is val.de beside it"),  # noqa: E501
         (lambda f: spoil(f, "train.en.gz", b"text"), {}, "train.en.gz: is damaged, or was not packed"),
         (lambda f: spoil(f, "train.fr.zst", b"text"), {}, "train.fr.zst: is damaged, or was not packed"),
         (lambda f: [p.unlink() or spoil(f, p.name[:8], b"") for p in f.glob("train.*")], {}, "no line has two languages"),  # noqa: E501

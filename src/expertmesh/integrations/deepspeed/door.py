@@ -37,21 +37,20 @@ from expertmesh.parallel.experts.owned import refuse_engine
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
-_TIMED = dict.fromkeys(["timers", "wall_clock_breakdown"], "measure phases with torch.profiler")
+_TIMES = ("timers", "wall_clock_breakdown", "gate_time", "time_falltoall", "time_salltoall", "time_moe")
+_TIMED = dict.fromkeys(_TIMES, "measure phases with torch.profiler")
 
 
 class GateOptions(RefusedAttributes, SimpleNamespace):
     """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
 
-    refused = _TIMED | {"gate_time": "measure phases with torch.profiler", "ep_group": "read deepspeed_moe.ep_group"}
+    refused = _TIMED | {"ep_group": "read deepspeed_moe.ep_group"}
 
 
 class DeepSpeedLayer(KeptMarks, RefusedAttributes, MoELayer):
     """The layer with router and experts, with what DeepSpeed's `deepspeed_moe` has beside them."""
 
-    refused = _TIMED | dict.fromkeys(
-        ["time_falltoall", "time_salltoall", "time_moe"], "measure phases with torch.profiler"
-    )
+    refused = _TIMED
     ep_group_name: str  # DeepSpeed's name for it
     use_tutel: bool = False
     gate: GateOptions  # its options and linear map

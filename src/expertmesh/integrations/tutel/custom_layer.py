@@ -125,8 +125,7 @@ class CustomLayer(nn.Module):
         if logits.shape != (len(x), self.num_global_experts):
             raise ConfigError(
                 f"{type(gate).__name__} gave logits of shape {tuple(logits.shape)}: must be "
-                f"{(len(x), self.num_global_experts)}, "
-                "one per token and expert of all ranks; change its forward"
+                f"{(len(x), self.num_global_experts)}, one per token and expert of all ranks; change its forward"
             )
         std = gate.gate_noise / self.num_global_experts if self.training else 0.0
         noisy = logits + std * torch.randn_like(logits) if std else logits

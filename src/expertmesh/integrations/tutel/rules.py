@@ -49,9 +49,8 @@ def check_tokens(x: Any, token: int, reserve_dims: int) -> None:
     check_type("input", x, Tensor, "a tensor")
     if x.dim() <= reserve_dims or x.shape[-reserve_dims:].numel() != token:
         raise ConfigError(
-            f"input of shape {tuple(x.shape)}, reserve_dims={reserve_dims}: must be (tokens, ...) with {token} "
-            f"numbers in the last {reserve_dims} dimensions; "
-            "reshape it"
+            f"input of shape {tuple(x.shape)}, reserve_dims={reserve_dims}: must be (tokens, ...) with {token} numbers "
+            f"in the last {reserve_dims} dimensions; reshape it"
         )
     if not x.is_floating_point():
         raise ConfigError(f"input of {x.dtype}: must be of a floating-point type; convert it")
