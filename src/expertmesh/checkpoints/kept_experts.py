@@ -9,6 +9,7 @@ from torch import Tensor
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts
 from expertmesh.checkpoints.safetensors import quant_method, read_json
+from expertmesh.checkpoints.source import TensorSource
 from expertmesh.ops.experts.weights import Kept
 
 
@@ -21,9 +22,9 @@ def format_of_files(folder: Path) -> str | None:
 class Fp8Experts(RoundedExperts):
     """Tensors of a hub model with experts in FP8; values and scales of files in FP8 are kept."""
 
-    def __init__(self, source: HubModel, scheme: ExpertFormat) -> None:
-        super().__init__(source, scheme)
-        self._hub = source
+    def __init__(self, hub: HubModel, scheme: ExpertFormat, source: TensorSource | None = None) -> None:
+        super().__init__(hub if source is None else source, scheme)
+        self._hub = hub
 
     def _kept(self, shape: tuple[int, ...]) -> dict[str, Kept]:
         """Scales in FP32, as files have them."""

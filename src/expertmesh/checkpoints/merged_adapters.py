@@ -1,11 +1,12 @@
 """Weights of a base with low-rank adapters merged into them while they are read, part by part."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from expertmesh.checkpoints.box import Box
+from expertmesh.checkpoints.grown_rows import is_token_rows, token_rows_of
 from expertmesh.checkpoints.source import Stored, TensorSource, read_whole
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.moe.module_adapters import add_low_rank
@@ -14,13 +15,20 @@ _PART = ".adapters."
 
 
 class AdaptedModel:
-    """The tensors of a base, W + s B A where there is an adapter; a `TensorSource`.
+    """The tensors of a base, W + s B A where there is an adapter, and with the rows of tokens that learned; a
+    `TensorSource`.
 
     W + s B A is made for the part that is read, one expert after the other.
     """
 
-    def __init__(self, base: TensorSource, learned: TensorSource, config: AdapterConfig) -> None:
-        self._base, self._learned, self._config = base, learned, config
+    def __init__(
+        self,
+        base: TensorSource,
+        learned: TensorSource,
+        config: AdapterConfig,
+        tokens: Sequence[int] = (),  # tokens whose rows learned
+    ) -> None:
+        self._base, self._learned, self._config, self._tokens = base, learned, config, tokens
         # factors whose parts are read one after the other
         self._last: tuple[str, list[Tensor]] = ("", [])
 
@@ -32,7 +40,7 @@ class AdaptedModel:
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """Shapes and types of the base's tensors."""
-        return self._base.tensors
+        return {name: stored for name, stored in self._base.tensors.items() if not is_token_rows(name)}
 
     def read(self, name: str, box: Box, into: Tensor) -> None:
         """Copy a part of a merged tensor; see `TensorSource.read`."""
@@ -40,6 +48,11 @@ class AdaptedModel:
             self._learned.read(name, box, into)
             return
         self._base.read(name, box, into)
+        if (rows := token_rows_of(name)) in self._learned.tensors:
+            own = read_whole(self._learned, rows)[:, box[1]]
+            for place, row in enumerate(self._tokens):
+                if box[0].start <= row < box[0].stop:
+                    into[row - box[0].start].copy_(own[place])
         prefix = factor_prefix(name)
         if f"{prefix}.a" not in self._learned.tensors:
             return

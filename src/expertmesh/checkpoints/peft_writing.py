@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,13 @@ class TrainedAdapter(NamedTuple):
     scaling: float  # s
 
 
+class TrainedTokens(NamedTuple):
+    """Tokens whose rows learned."""
+
+    ids: Sequence[int]
+    rows: Mapping[str, Tensor]  # (N, D) by the names of our embedding and output
+
+
 def write_peft_folder(
     folder: Path,
     config: ModelConfig,
@@ -46,6 +53,7 @@ def write_peft_folder(
     base: str | None,  # the model that they are for, as peft finds it; None: not known
     layout: ExpertLayout = "fused",  # see `ExpertLayout`. An adapter that all experts share is written once per expert.
     hub_name: Callable[[str], str] = str,
+    tokens: TrainedTokens | None = None,  # rows of tokens that learned beside the adapters
 ) -> None:
     """Write adapters into a folder that exists.
 
@@ -84,12 +92,18 @@ def write_peft_folder(
             kinds[target] = rank, adapter.scaling * rank
             tensors[f"{PREFIX}{path}.lora_A.weight"] = a
             tensors[f"{PREFIX}{path}.lora_B.weight"] = b
+    indices: dict[str, list[int]] = {}
+    for name, rows in () if tokens is None else tokens.rows.items():
+        (module,) = _modules(spec.by_name[name], hub_name, is_fused=False)
+        indices[module.rpartition(".")[2]] = list(tokens.ids)
+        tensors[f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"] = rows
     files = [FileTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     of_experts = [one for name, one in adapters.items() if spec.by_name[name].is_expert]
     shared = bool(of_experts) and all(one.a.ndim == 2 for one in of_experts)
     texts = {"format": "pt", SHARED: str(shared)}
     write_file(folder / WEIGHTS, files, iter(tensors.values()), texts)
     values = _values(kinds, base=base, modules=modules, parameters=parameters)
+    values |= {"trainable_token_indices": indices} if indices else {}
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 

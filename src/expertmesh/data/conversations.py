@@ -17,6 +17,7 @@ from torch import Tensor
 
 from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.data_progress import Progress, note, say
@@ -126,7 +127,15 @@ class ConversationData:
     per_sample: ClassVar[int] = 1
     """Sequences of a sample."""
 
-    def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        config: TextConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        tokens: TokensConfig | None = None,
+    ) -> None:
         given = None if config.encode_with is None else expanded(config.encode_with)
         least = 257 + len(MARKS)
         if given is None and vocab_size < least:
@@ -143,7 +152,7 @@ class ConversationData:
                 f"conversations never look at one another, in packed rows ({named('data.pack')}) neither",
                 "leave it out",
             )
-        tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
+        tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size, tokens=tokens)
         form = None
         is_plain = config.completions == "text"
         versions = [*self.version, tokenizers.__version__]

@@ -1,6 +1,7 @@
 """Pairs of answers as the data of a run: a chosen and a rejected answer to one prompt in every sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,15 @@ _SEVERAL = "have answers that the chat format writes as several sequences"
 
 
 class PairData(ConversationData):
-    """Pairs of answers of a corpus; fills the cache unless it has them. `seed`: seed of the order."""
+    """Pairs of answers of a corpus; fills the cache unless it has them. `how`: see `ConversationData`."""
 
     version = (3, "pairs 1")
     per_sample = 2
 
-    def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, config: TextConfig, **how: Any) -> None:
         # log-probabilities (N, 2) of the answers under the reference, FP64, for both splits by name; empty without any
         self.reference: Mapping[str, Tensor] = {}
-        super().__init__(corpus, config, vocab_size=vocab_size, seed=seed)
+        super().__init__(corpus, config, **how)
 
     def samples(self, side: str, which: Sequence[int]) -> Rows:
         """Pairs by their indices: tensors (B, 2, S), chosen answers in the first row of each sample and rejected ones

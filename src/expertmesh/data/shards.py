@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.data_progress import Progress, note, say
@@ -57,13 +58,15 @@ class TokenData:
     corpus: Corpus  # the documents
 
 
-def prepare_tokens(config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None) -> TokenData:
+def prepare_tokens(
+    config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None, tokens: TokensConfig | None = None
+) -> TokenData:
     """Find the corpus, train the tokenizer and encode the documents, unless the cache has them."""
     corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
     given: Tokenizer | None = None
     if config.encode_with is not None:
-        given = given_tokenizer(expanded(config.encode_with), vocab_size=vocab_size)
+        given = given_tokenizer(expanded(config.encode_with), vocab_size=vocab_size, tokens=tokens)
         identity += f"|{given.to_str()}{named_end(given) or ''}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
     folder = cache_root(config.cache_dir) / f"text-{key}"

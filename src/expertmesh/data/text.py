@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.data.candidates import option_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
@@ -25,15 +26,21 @@ from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_
 
 
 def text_data(
-    config: TextConfig, *, vocab_size: int, seed: int, objective: str = "auto"
+    config: TextConfig,
+    *,
+    vocab_size: int,
+    seed: int,
+    objective: str = "auto",
+    tokens: TokensConfig | None = None,
 ) -> "TextData | ConversationData":
     """The data of a run from its corpus: text in windows, conversations in rows, or pairs of answers."""
     corpus = load_corpus(config)
     _check_objective(corpus, config, objective)
+    how: dict[str, Any] = {"vocab_size": vocab_size, "seed": seed, "tokens": tokens}
     if corpus.kind == PAIR:
-        return PairData(corpus, config, vocab_size=vocab_size, seed=seed)
+        return PairData(corpus, config, **how)
     if corpus.kind == TALK:
-        return ConversationData(corpus, config, vocab_size=vocab_size, seed=seed)
+        return ConversationData(corpus, config, **how)
     if config.pack:
         raise ConfigError(
             "data.pack",
@@ -41,7 +48,7 @@ def text_data(
             "packs conversations, and text fills its rows in any case",
             "leave it out",
         )
-    return TextData(config, vocab_size=vocab_size, seed=seed, corpus=corpus)
+    return TextData(config, corpus=corpus, **how)
 
 
 _LEARNED = {"auto": (TEXT, TALK), "lm": (TEXT,), "sft": (TALK,), "dpo": (PAIR,)}
@@ -71,26 +78,34 @@ def _check_objective(corpus: Corpus, config: TextConfig, objective: str) -> None
 class TextData:
     """Tokens of a corpus in windows of S; finds the corpus, and fills the cache unless it has the tokens."""
 
-    def __init__(self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None) -> None:
-        tokens = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus)
-        self.key, self.corpus = tokens.key, tokens.corpus
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        corpus: Corpus | None = None,
+        tokens: TokensConfig | None = None,
+    ) -> None:
+        found = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus, tokens=tokens)
+        self.key, self.corpus = found.key, found.corpus
         given = None if config.encode_with is None else expanded(config.encode_with)
-        self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
-        self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)  # windows of the training split
-        self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
+        self.files = {"tokenizer.json": found.tokenizer_path, **extras_of(given)}
+        self.windows = Windows(found.training.tokens_N, config.seq_len, seed)  # windows of the training split
+        self._validation = Windows(found.validation.tokens_N, config.seq_len, seed)
         self.num_training = self.windows.num_windows  # number of training samples
         self.num_validation = self._validation.num_windows  # number of validation samples
-        tokenizer = load_tokenizer(tokens.tokenizer_path)
+        tokenizer = load_tokenizer(found.tokenizer_path)
         sizes = token_num_bytes(tokenizer, vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self._end_id = end_of_text_id(tokenizer)
         self._has_documents = config.document_mask
         self.labels = _entries(config)  # names of the entries of `data.path`, all different, if there are 2 to 64
-        self._ends = tokens.training.ends
+        self._ends = found.training.ends
         self._label_of_document = np.array([d.place for d in self.corpus.training], dtype=np.int64)
         self.description = (
-            f"{self.corpus.source}: {len(tokens.training.tokens_N):,} training and "
-            f"{len(tokens.validation.tokens_N):,} validation tokens"
+            f"{self.corpus.source}: {len(found.training.tokens_N):,} training and "
+            f"{len(found.validation.tokens_N):,} validation tokens"
         )
 
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.costs.sizes import chunk_rows
 from expertmesh.models.token_losses import row_entropies, row_losses, write_gradient
+from expertmesh.models.token_rows import OwnRows, put_logits
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.cpu.products import product
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
@@ -38,18 +39,20 @@ class Head(Linear):
         x: Tensor,
         targets_R: Tensor | None = None,
         weight: Tensor | None = None,
+        own: OwnRows | None = None,
         **how: Any,
     ) -> Any:
         """(..., D) -> (..., V) logits; with targets (R, D) -> `Scores`, see `score_rows` and its options; `weight`: see
         `Linear`."""
-        if targets_R is None:
-            return super().forward(x, weight)
         linear = self.arithmetic.in_mode(self.training).linear
+        if targets_R is None:
+            logits = super().forward(x, weight)
+            return logits if own is None else put_logits(logits, own, x, linear)
         more: tuple[Tensor, Tensor] | tuple[()] = ()
         if self.adapters is not None and self.adapters.weight is not None:
             more = low_rank_rows(x, self.adapters.weight(), linear, backend=self.backend)
         weight = self.weight if weight is None else weight
-        return score_rows(x, weight, targets_R, linear=linear, more=more, **how)
+        return score_rows(x, weight, targets_R, linear=linear, more=more, own=own, **how)
 
 
 def score_rows(
@@ -62,6 +65,7 @@ def score_rows(
     temperature: float = 1.0,  # divisor of the logits, above 0
     entropy: bool = False,  # whether the entropies -sum_v p_v log p_v of the rows are returned, too
     more: tuple[Tensor, Tensor] | tuple[()] = (),
+    own: OwnRows | None = None,
 ) -> Scores:
     """Log-probability of every row's target: z_target - log sum_v exp(z_v) with z = h W^T / temperature.
 
@@ -74,6 +78,7 @@ def score_rows(
         h_RD: (R, D) hidden states, any floating dtype; under autocast it and the head are cast to autocast's dtype.
         linear: the product of the model's op set: with a batch-invariant one a row's result depends on that row only.
         more: rows (R, r) and a matrix (V, r) whose product is added to the logits: a low-rank adapter of the head.
+        own: rows that stand in the place of the head's for some tokens; not with `more`.
 
     Returns:
         (R,) each in FP32 or FP64, differentiable once. Does not synchronise.
@@ -81,9 +86,10 @@ def score_rows(
     dtype = autocast_dtype(h_RD.device)
     if dtype is None or h_RD.dtype == torch.float64:
         dtype = h_RD.dtype
-    pairs = (h_RD, head_VD, *more)
-    how = _How(linear, label_smoothing, temperature, entropy)
-    return Scores(*_ScoredRows.apply(targets_R, dtype, how, *pairs))
+    assert own is None or not more
+    factors = (h_RD, head_VD, *more) if own is None else (h_RD, head_VD, own.rows_ND)
+    how = _How(linear, label_smoothing, temperature, entropy, None if own is None else own.ids_N)
+    return Scores(*_ScoredRows.apply(targets_R, dtype, how, *factors))
 
 
 class _How(NamedTuple):
@@ -93,10 +99,21 @@ class _How(NamedTuple):
     smoothing: float
     temperature: float
     entropy: bool
+    own_N: Tensor | None  # tokens whose rows are the last factor
+
+    def terms(self, z: Tensor, factors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+        """Logits, or their gradient, of each product: places of its rows and of its matrix among the factors.
+
+        Columns of tokens with rows of their own are taken out of `z`.
+        """
+        if self.own_N is None:
+            return [(z, place, place + 1) for place in range(0, len(factors), 2)]
+        own = z.index_select(1, self.own_N)
+        return [(z.index_fill_(1, self.own_N, 0.0), 0, 1), (own, 0, 2)]
 
 
 class _ScoredRows(torch.autograd.Function):
-    """Scores over chunks of rows; logits are a sum of products of pairs of rows and matrices."""
+    """Scores over chunks of rows; logits are products of rows and matrices, which alternate among the factors."""
 
     @staticmethod
     def forward(
@@ -104,20 +121,20 @@ class _ScoredRows(torch.autograd.Function):
         targets_R: Tensor,
         dtype: torch.dtype,
         how: _How,
-        *pairs: Tensor,
+        *factors: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.how, ctx.dtypes = how, [one.dtype for one in pairs]
+        ctx.how, ctx.dtypes = how, [one.dtype for one in factors]
         ctx.set_materialize_grads(False)
-        h_RD, head_VD = pairs[:2]
+        h_RD, head_VD = factors[:2]
         scores_R = h_RD.new_empty(len(h_RD), dtype=accumulate_dtype(dtype))
         entropies_R = torch.empty_like(scores_R) if how.entropy else None
         with without_autocast(h_RD.device):
-            kept = [one.to(dtype) for one in pairs]
+            kept = [one.to(dtype) for one in factors]
             chunks = _chunks(h_RD, head_VD)
             logits = None
             for rows in chunks:
                 logits = None  # the last chunk's are freed before the next one's are made
-                logits = _logits(kept, rows, how.linear)
+                logits = _logits(kept, rows, how)
                 losses_R = row_losses(logits, targets_R[rows], how.smoothing, temperature=how.temperature)
                 scores_R[rows] = losses_R.neg_()
                 if entropies_R is not None:
@@ -128,16 +145,13 @@ class _ScoredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_R: Tensor | None, of_entropies_R: Tensor | None) -> tuple[Tensor | None, ...]:
-        targets_R, logits, *pairs = ctx.saved_tensors
-        needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*pairs[:2]), ctx.how
+        targets_R, logits, *factors = ctx.saved_tensors
+        needs, chunks, how = ctx.needs_input_grad[3:], _chunks(*factors[:2]), ctx.how
         if grad_R is None:
-            grad_R = pairs[0].new_zeros(len(targets_R), dtype=accumulate_dtype(pairs[0].dtype))
-        found: list[Tensor | None] = [
-            torch.empty_like(one) if need and place % 2 == 0 else None
-            for place, (one, need) in enumerate(zip(pairs, needs, strict=True))
-        ]
+            grad_R = factors[0].new_zeros(len(targets_R), dtype=accumulate_dtype(factors[0].dtype))
+        found: list[Tensor | None] = [None] * len(factors)
         for rows in chunks:
-            z = _logits(pairs, rows, how.linear) if logits is None else logits.detach()
+            z = _logits(factors, rows, how) if logits is None else logits.detach()
             write_gradient(
                 z,
                 targets_R[rows],
@@ -147,29 +161,39 @@ class _ScoredRows(torch.autograd.Function):
                 temperature=how.temperature,
                 of_entropies_T=None if of_entropies_R is None else of_entropies_R[rows],
             )
-            for place in range(0, len(pairs), 2):
-                if (d_rows := found[place]) is not None:
-                    d_rows[rows] = product(z, pairs[place + 1])
-                if needs[place + 1]:
-                    part = product(z.t(), pairs[place][rows])
-                    before = found[place + 1]
+            terms = how.terms(z, factors)
+            for dz, of_rows, of_matrix in terms:
+                if needs[of_rows]:
+                    part = product(dz, factors[of_matrix])
+                    if (d_rows := found[of_rows]) is None:
+                        d_rows = found[of_rows] = torch.empty_like(factors[of_rows])
+                    if of_matrix == of_rows + 1:
+                        d_rows[rows] = part
+                    else:
+                        d_rows[rows] += part
+                    del part
+                if needs[of_matrix]:
+                    part = product(dz.t(), factors[of_rows][rows])
+                    before = found[of_matrix]
                     if before is None:
-                        found[place + 1] = part if len(chunks) == 1 else part.to(grad_R.dtype)
+                        found[of_matrix] = part if len(chunks) == 1 else part.to(grad_R.dtype)
                     else:
                         before += part
                     del part
-            del z
+            del z, dz, terms
         for place, need in enumerate(needs):
             if need and found[place] is None:
-                found[place] = torch.zeros_like(pairs[place])
+                found[place] = torch.zeros_like(factors[place])
         typed = zip(found, ctx.dtypes, strict=True)
         return *[None] * 3, *(None if d is None else d.to(of).contiguous() for d, of in typed)
 
 
-def _logits(pairs: Sequence[Tensor], rows: slice, linear: Product) -> Tensor:
+def _logits(factors: Sequence[Tensor], rows: slice, how: _How) -> Tensor:
     """Logits (R, V) of a chunk of rows."""
-    z = linear(pairs[0][rows], pairs[1])
-    return z + linear(pairs[2][rows], pairs[3]) if len(pairs) > 2 else z
+    z = how.linear(factors[0][rows], factors[1])
+    if how.own_N is not None:
+        return put_logits(z, OwnRows(how.own_N, factors[2]), factors[0][rows], how.linear)
+    return z + how.linear(factors[2][rows], factors[3]) if len(factors) > 2 else z
 
 
 def _chunks(h_RD: Tensor, head_VD: Tensor) -> list[slice]:

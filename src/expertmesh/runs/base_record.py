@@ -10,19 +10,22 @@ from expertmesh.checkpoints.store import read_state
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.base import saved_run
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.text.new_tokens import GrownVocabulary
 
 BASE = "base"
 """Name of a base's record among the values of a checkpoint."""
 _ENDS = 1 << 20
-_ROUNDS = "experts"
+_ROUNDS, _GROWN = "experts", "tokens"
 _WORDS = ("*.json", "*.safetensors")
 
 
 def base_record(base: Any) -> dict[str, str]:
-    """Record of a base: its folder, its weights and their digest, and the format that its experts are rounded to."""
+    """Record of a base: its folder, its weights and their digest, the format that its experts are rounded to, and its
+    added tokens."""
     weights = base.checkpoint
     found = {"path": str(base.path), "weights": str(weights), "digest": digest_of(weights)}
-    return found if base.rounds is None else {**found, _ROUNDS: base.rounds.text}
+    more = {_ROUNDS: base.rounds, _GROWN: base.grown}
+    return found | {name: one.text for name, one in more.items() if one is not None}
 
 
 def digest_of(weights: Path) -> str:
@@ -66,6 +69,7 @@ class BaseRecord(NamedTuple):
     weights: Path  # its checkpoint, or the folder
     rounds: ExpertFormat | None  # format that its experts were rounded to for the training; None: as they are
     config: AdapterConfig  # options of the adapters
+    grown: GrownVocabulary | None  # vocabulary of the training; None: that of the base
 
 
 def read_record(checkpoint: Path) -> BaseRecord | None:
@@ -83,9 +87,9 @@ def read_record(checkpoint: Path) -> BaseRecord | None:
         )
     with saved_run():
         config = AdapterConfig.model_validate(values["config"]["adapter"])
-    text = record.get(_ROUNDS)
-    rounds = None if text is None else ExpertFormat.of(text)
-    return BaseRecord(Path(record["path"]), weights, rounds, config)
+    rounds = ExpertFormat.of(record[_ROUNDS]) if _ROUNDS in record else None
+    grown = GrownVocabulary.of(record[_GROWN]) if _GROWN in record else None
+    return BaseRecord(Path(record["path"]), weights, rounds, config, grown)
 
 
 def _record(saved: Any, *, where: Path) -> Mapping[str, str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from expertmesh.checkpoints.compressed_tensors import quantization_of, scheme_of
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.grown_rows import GrownRows
 from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_run_config, is_hub_folder
 from expertmesh.checkpoints.kept_experts import Fp8Experts, format_of_files
 from expertmesh.checkpoints.merged_adapters import AdaptedModel
@@ -41,6 +42,7 @@ from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.base_record import read_record
 from expertmesh.runs.quantized import PackedExperts, open_quantized
+from expertmesh.text.new_tokens import GrownVocabulary
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -237,6 +239,7 @@ class Run:
     is_quantized: bool = False  # whether the folder has quantised weights
     # format that dense experts are rounded to while they are read; None: they stay as they are
     rounds: ExpertFormat | None = None
+    grown: GrownVocabulary | None = None  # vocabulary with added tokens; None: that of the folder
 
     @property
     def is_hub(self) -> bool:
@@ -291,18 +294,25 @@ class Run:
         state = read_state(self.checkpoint)
         check_run(self.path, values, state, self.family, where=self.checkpoint)
 
+    def growing(self, grown: GrownVocabulary | None) -> "Run":
+        """The run with a vocabulary that has grown; None: as it is."""
+        if grown is None:
+            return self
+        return replace(self, grown=grown, config=self.config.updated({"model.vocab_size": grown.size}))
+
     def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
         """The chosen weights, by the names of the model's state dict."""
         if self.is_quantized:
             return open_quantized(self.path, self.config)
-        if not self.is_hub:
-            source = checkpoint_weights(self.checkpoint, dtype)
-            return source if self.rounds is None else RoundedExperts(source, self.rounds)
-        model = HubModel(self.path, dtype=dtype)
+        hub = HubModel(self.path, dtype=dtype) if self.is_hub else None
+        source: TensorSource = checkpoint_weights(self.checkpoint, dtype) if hub is None else hub
+        if self.grown is not None:
+            source = GrownRows(source, self.grown)
         if self.rounds is None:
-            return model
-        kind = Fp8Experts if self.rounds.format == "fp8" else RoundedExperts
-        return kind(model, self.rounds)
+            return source
+        if hub is not None and self.rounds.format == "fp8":
+            return Fp8Experts(hub, self.rounds, source)
+        return RoundedExperts(source, self.rounds)
 
     def open_widened(self, dtype: torch.dtype | None = None) -> TensorSource:
         """The weights of `open_weights`, with quantised experts widened while they are read."""
@@ -367,7 +377,7 @@ def find_base(checkpoint: Path) -> tuple[Run, AdapterConfig] | None:
     if found is None:
         return None
     base = replace(find_model(found.path), weights=found.weights, rounds=found.rounds)
-    return base, found.config
+    return base.growing(found.grown), found.config
 
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> TensorSource:
@@ -376,7 +386,8 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype | None = None) -> Te
     if found is None:
         return own
     base, config = found
-    return AdaptedModel(base.open_widened(dtype), own, config)
+    tokens = () if base.grown is None else base.grown.ids
+    return AdaptedModel(base.open_widened(dtype), own, config, tokens)
 
 
 def load_run(run_dir: str | Path, family: Family | None = None) -> Run:

@@ -12,9 +12,9 @@ from expertmesh.spec.adapter_targets import check_targets, kind_of, rank_of
 from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements, parameter
 
 
-def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
-    """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors
-    once."""
+def factors(config: AdapterConfig, spec: ModelSpec, *, num_tokens: int = 0) -> Iterator[Parameter]:
+    """Factors A and B of each adapter, as parameters that learn; experts that share an adapter have its factors once.
+    Then the rows of `num_tokens` added tokens."""
     for one in map(spec.by_name.__getitem__, check_targets(config, spec)):
         *rows, columns = one.shape
         rank, part, experts = rank_of(config, one, spec), one.part, dict[str, Any]()
@@ -26,19 +26,22 @@ def factors(config: AdapterConfig, spec: ModelSpec) -> Iterator[Parameter]:
         for name, sizes in (("a", of_a), ("b", of_b)):
             factor = parameter(f"{one.name}.{name}", "matrix", part, **experts, **sizes)
             yield replace(factor, layer=one.layer)
+    for table in ("embedding", "output") if num_tokens else ():
+        if (of := spec.by_name.get(f"{table}.weight")) is not None:
+            yield parameter(f"token_rows.{table}.rows", "embedding", of.part, token=num_tokens, model=of.shape[-1])
 
 
-def factor_counts(config: AdapterConfig, spec: ModelSpec) -> Counter[str]:
+def factor_counts(config: AdapterConfig, spec: ModelSpec, *, num_tokens: int = 0) -> Counter[str]:
     """Numbers of parameters of the factors, by kind of the adapted ones; see `factors`."""
     found = Counter[str]()
-    for one in factors(config, spec):
-        found[str(kind_of(one.name.rpartition(".")[0]))] += one.num_elements
+    for one in factors(config, spec, num_tokens=num_tokens):
+        found[kind_of(one.name.rpartition(".")[0]) or "new tokens"] += one.num_elements
     return found
 
 
-def adapter_text(config: AdapterConfig, spec: ModelSpec) -> str:
+def adapter_text(config: AdapterConfig, spec: ModelSpec, *, num_tokens: int = 0) -> str:
     """Description of a run's adapters: numbers of parameters by kind, ranks and scales, and what becomes of routers."""
-    counts = factor_counts(config, spec)
+    counts = factor_counts(config, spec, num_tokens=num_tokens)
     total, whole = sum(counts.values()), num_elements(spec)
     parts = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
     text = (

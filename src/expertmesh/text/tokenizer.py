@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.text.limits import BYTE_TOKENS, IN_NO_TEXT
 from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer_files
@@ -251,10 +252,20 @@ def _falls_back(model: models.Model) -> bool:
     return isinstance(model, models.BPE) and model.byte_fallback
 
 
-def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer that was made elsewhere, for option data.encode_with."""
+def add_named(tokenizer: Tokenizer, tokens: TokensConfig) -> tuple[str, ...]:
+    """Add the tokens of `tokens.add` that a tokenizer lacks, behind its own; returns those that it has."""
+    known = tuple(token for token in tokens.add if tokenizer.token_to_id(token) is not None)
+    new = (token for token in tokens.add if token not in known)
+    tokenizer.add_tokens([AddedToken(token, special=tokens.special, normalized=False) for token in new])
+    return known
+
+
+def given_tokenizer(path: Path, *, vocab_size: int, tokens: TokensConfig | None = None) -> Tokenizer:
+    """Read a tokenizer that was made elsewhere, for option data.encode_with, and add tokens to it."""
     try:
         tokenizer = load_tokenizer(path)
+        if tokens is not None:
+            add_named(tokenizer, tokens)
     except CheckpointError as error:
         raise ConfigError(named("data.encode_with", error)) from None
     is_ours, model = is_byte_level(tokenizer), tokenizer.model

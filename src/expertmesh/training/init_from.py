@@ -16,6 +16,7 @@ from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import naming, new_folder
 from expertmesh.config.run import RunConfig
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.bound_files import RECORD, hashes_in
@@ -31,6 +32,7 @@ from expertmesh.runs.base_record import base_record
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_model
 from expertmesh.runs.started_adapters import StartedFactors
 from expertmesh.text.format import hub_files
+from expertmesh.text.new_tokens import grown_vocabulary
 from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.text.tokenizer_files import files_in
 from expertmesh.training.place_base import packed_storage
@@ -56,6 +58,9 @@ def with_init_from(config: RunConfig, family: Family) -> RunConfig:
         if not config.adapter.rests:
             run.check_trains()
         run.check_whole()
+        if run.is_quantized and (tokens := _tokens(config)):
+            rule, fix = f"needs rows of {begin}, which is quantised", "begin with the model that it was made of"
+            raise ConfigError("tokens.add", " ".join(tokens.add), rule, fix)
         found = family.begun_with(config, run.config, where=begin)
         if found.adapter.init_from is not None:
             StartedFactors(found, run)  # refuses what does not fit before work starts
@@ -84,7 +89,17 @@ def run_of_init_from(config: RunConfig, family: Family, run_dir: RunDir, ranks: 
     if goes_on and not config.adapter.rests:  # checkpoints of adapters lack what rests
         return None
     own = None if family.name in FAMILIES else family
-    return ranks.on_all(lambda: find_model(begin, own)).with_weights(ranks)
+    found = ranks.on_all(lambda: find_model(begin, own)).with_weights(ranks)
+    if (tokens := _tokens(config)) is None:
+        return found
+    assert found.vocab_size is not None
+    return found.growing(grown_vocabulary(found.path / TOKENIZER, tokens, vocab_size=found.vocab_size))
+
+
+def _tokens(config: RunConfig) -> TokensConfig | None:
+    """Tokens that a run adds to the vocabulary; None: it adds none."""
+    found = getattr(config, "tokens", None)
+    return found if isinstance(found, TokensConfig) and found.add else None
 
 
 def load_base(begin: Run, task: Task, state: TrainState, data: Data) -> None:
@@ -109,7 +124,10 @@ def load_start(begin: Run, task: Task, state: TrainState, data: Data) -> None:
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
     """Files that a run keeps, by their names in its folder: of its data, and of a hub model that it starts from."""
     begin = config.train.init_from
-    return {**data.files, **({} if begin is None else hub_files(expanded(begin)))}
+    found = {} if begin is None else hub_files(expanded(begin))
+    if _tokens(config):
+        found = {name: data.files[TOKENIZER] if path.name == TOKENIZER else path for name, path in found.items()}
+    return {**data.files, **found}
 
 
 def _can_go_on(own: RunDir, family: Family) -> bool:

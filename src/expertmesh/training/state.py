@@ -140,7 +140,7 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
     return values
 
 
-_FIXED = ("model.", "distill.", "base.", "objective.")
+_FIXED = ("model.", "distill.", "base.", "objective.", "tokens.")
 """Sections of options that do not change when a run goes on."""
 
 

@@ -14,6 +14,7 @@ from expertmesh.runs.precision import Precision
 from expertmesh.training.state import TrainState
 
 _PARTS = (
+    (r"^token_rows\.", "new tokens"),
     (r"(^|\.)router\b", "routers"),
     (r"(^|\.)experts\.(adapters\.)?w_in\b", "experts w_in"),
     (r"(^|\.)experts\.(adapters\.)?w_out\b", "experts w_out"),

@@ -1,5 +1,6 @@
 """Export of a run's adapters as a folder of peft, compared with the merged and the served model before it is done."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from expertmesh import lora
 from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.grown_rows import is_token_rows, token_rows_of
 from expertmesh.checkpoints.merged_adapters import is_factor, read_factor_pairs
-from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, write_peft_folder
-from expertmesh.checkpoints.source import TensorSource, read_into
+from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, TrainedTokens, write_peft_folder
+from expertmesh.checkpoints.source import TensorSource, read_into, read_whole
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.engine.request_adapters import Adapters
@@ -18,8 +20,9 @@ from expertmesh.integrations.hub.exports import origin_of
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.runs.open import open_model
-from expertmesh.runs.run_dir import Run, checkpoint_weights, find_base
+from expertmesh.runs.run_dir import TOKENIZER, Run, checkpoint_weights, find_base
 from expertmesh.spec.adapter_targets import kind_of
+from expertmesh.text.tokenizer import EXTRAS
 
 _TOKENS = 64
 _AGREEING = 0.9
@@ -30,13 +33,23 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
     """Adapters of a run's checkpoint, by the names of the adapted parameters."""
     _, options = _base_of(checkpoint)
     learned = Checkpoint(checkpoint, prefix="model.")
-    if more := [name for name in learned.tensors if not is_factor(name)]:
+    if more := [name for name in learned.tensors if not (is_factor(name) or is_token_rows(name))]:
         raise ConfigError(
             f"{checkpoint}: {more[0]} has learned too, and peft's folder holds adapters only; convert it without "
             "adapter_only"
         )
     pairs = read_factor_pairs(learned).items()
     return {name: TrainedAdapter(a, b, options.scaling(a.shape[-2])) for name, (a, b) in pairs}
+
+
+def tokens_of(checkpoint: Path) -> TrainedTokens | None:
+    """Rows of tokens that learned beside a checkpoint's adapters; None: none did."""
+    grown = _base_of(checkpoint)[0].grown
+    if grown is None:
+        return None
+    learned, tables = Checkpoint(checkpoint, prefix="model."), ("embedding.weight", "output.weight")
+    names = {table: token_rows_of(table) for table in tables if token_rows_of(table) in learned.tensors}
+    return TrainedTokens(grown.ids, {table: read_whole(learned, name) for table, name in names.items()})
 
 
 def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
@@ -51,7 +64,7 @@ def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
 
 def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True) -> int:
     """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's."""
-    found = adapters_of(checkpoint)
+    found, tokens = adapters_of(checkpoint), tokens_of(checkpoint)
     base, _ = _base_of(checkpoint)
     model = base.config.model
     assert isinstance(model, ModelConfig)
@@ -64,10 +77,21 @@ def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout
             base=str(base.path),
             layout=layout,
             hub_name=str if origin is None else origin.hub_name,
+            tokens=tokens,
         )
-        if check:
-            check_logits(checkpoint, checkpoint_weights(checkpoint), served=partial)
+        if tokens is not None:
+            _write_tokenizer(checkpoint.parent.parent, partial)
+        if check:  # an engine's requests have adapters of their own, and one vocabulary
+            check_logits(checkpoint, checkpoint_weights(checkpoint), served=None if tokens else partial)
     return len(found)
+
+
+def _write_tokenizer(run_dir: Path, folder: Path) -> None:
+    """Copy a run's tokenizer, with its added tokens, into a folder of adapters."""
+    if (extras := run_dir / EXTRAS).is_dir():
+        leave = shutil.ignore_patterns("config.json", "generation_config.json")
+        shutil.copytree(extras, folder, ignore=leave, dirs_exist_ok=True)
+    shutil.copyfile(run_dir / TOKENIZER, folder / TOKENIZER)
 
 
 def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None = None) -> None:
@@ -76,7 +100,7 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
     Args:
         served: folder of peft that the engine reads; None: it is not compared.
     """
-    found = adapters_of(checkpoint)
+    found, tokens = adapters_of(checkpoint), tokens_of(checkpoint)
     base, _ = _base_of(checkpoint)
     opened = open_model(base, device="cpu")
     model = opened.model
@@ -101,6 +125,9 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
         with torch.no_grad():
             adapter.a.copy_(found[name].a.view(adapter.a.shape))
             adapter.b.copy_(found[name].b.view(adapter.b.shape))
+    for name, rows in () if tokens is None else tokens.rows.items():
+        with torch.no_grad():
+            model.get_parameter(name)[list(tokens.ids)] = rows.to(opened.precision.master_dtype)
     expected = logits()
     lora.remove(model)
     for _, _, experts in grouped_layers(model):

@@ -1,5 +1,7 @@
 """Builder of GPTs: construction, placement on ranks, interface for generation."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.spec.adapter_targets import check_targets
+from expertmesh.text.new_tokens import grown_vocabulary
 
 
 class GPTBuilder(ModelBuilder):
@@ -26,6 +29,16 @@ class GPTBuilder(ModelBuilder):
         """The whole model on one device, with weights drawn from the run's seed."""
         model = GPT(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
         model.set_activation_checkpointing(self.config.train.activation_checkpointing)
+        return model
+
+    def _adapted(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The whole model with the run's adapters, and the rows of added tokens that learn beside them."""
+        model, tokens = super()._adapted(device=device, dtype=dtype), self.config.tokens
+        if self.config.adapter.rests and tokens.add:
+            assert isinstance(model, GPT)
+            path = Path(str(self.config.data.encode_with))
+            grown = grown_vocabulary(path, tokens, vocab_size=model.vocab_size)
+            model.learn_rows(grown.ids, dtype=torch.promote_types(dtype, torch.float32))
         return model
 
     def check(self, num_ranks: int) -> None:

@@ -12,6 +12,7 @@ from expertmesh.config.objective import LEARNING_RATES, ObjectiveConfig
 from expertmesh.config.rl import RewardConfig, RLConfig, check_rl, options_of_rl
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import named
 
 MIN_VOCAB_SIZE = 257
@@ -251,6 +252,7 @@ class GPTRunConfig(RunConfig):
     """Family of the model: gpt, or module:name of your own."""
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
+    tokens: TokensConfig = TokensConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     rl: RLConfig = RLConfig()
     reward: RewardConfig = RewardConfig()
@@ -258,9 +260,32 @@ class GPTRunConfig(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_rl(self)
+        self._check_tokens()
         if self.train.init_from is None:  # else the model is still to come: `begun_with` checks
             self.check_fits()
         return self
+
+    def _check_tokens(self) -> None:
+        if not self.tokens.add:
+            return
+        for fits, rule, fix in (
+            (
+                self.train.init_from is not None,
+                f"needs a trained model, and {named('train.init_from')} names none",
+                "write its folder in place of the recipe",
+            ),
+            (
+                self.objective.name != "grpo",
+                f"adds tokens that no answer has yet, and {named('objective.name', 'grpo')} learns from answers",
+                f"add them with {named('objective.name', 'sft')} first",
+            ),
+            (
+                self.data.tokenizer is None,
+                f"adds tokens that the .bin files of {named('data.tokenizer')} lack",
+                "give text, or leave it out",
+            ),
+        ):
+            self.require(fits, "tokens.add", rule, fix)
 
     def check_fits(self) -> None:
         """Refuse options of the run that do not fit its model."""

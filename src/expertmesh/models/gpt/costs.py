@@ -36,7 +36,7 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: Precision, on_gpu:
         num_items=train.steps * train.batch_size * seq_len,
         flops_per_item=flops.training_flops(activation_checkpointing=train.activation_checkpointing),
         memory=memory,
-        adapters=adapter_text(config.adapter, spec) if config.adapter.rests else "",
+        adapters=adapter_text(config.adapter, spec, num_tokens=len(config.tokens.add)) if config.adapter.rests else "",
     )
 
 

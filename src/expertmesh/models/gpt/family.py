@@ -1,12 +1,15 @@
 """The GPT family: decoder-only language models of text."""
 
+from pathlib import Path
 from typing import Any
 
+from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
 from expertmesh.models.gpt.recipes import RECIPES, finetune
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.adapter_targets import check_targets
+from expertmesh.text.new_tokens import grown_vocabulary
 
 
 def _task(config: GPTRunConfig) -> Any:
@@ -17,7 +20,14 @@ def _task(config: GPTRunConfig) -> Any:
 
 def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     found = begun_with(config, other)
-    check_targets(found.adapter, gpt_spec(found.model))
+    adapted = check_targets(found.adapter, gpt_spec(found.model))
+    if found.tokens.add:
+        if "output.weight" in adapted:
+            rule = "conflicts with an adapter of the head, whose rows of these tokens learn themselves"
+            raise ConfigError("tokens.add", " ".join(found.tokens.add), rule, "leave head out of adapter.targets")
+        tokenizer = Path(str(found.data.encode_with))
+        grown = grown_vocabulary(tokenizer, found.tokens, vocab_size=found.model.vocab_size)
+        found = found.updated({"model.vocab_size": grown.size})
     return found
 
 

@@ -1,7 +1,7 @@
 """A GPT with mixture-of-experts layers: forward pass and initial weights, without training or parallelism."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from expertmesh.models.layers import (
     init_by_spec,
 )
 from expertmesh.models.scored import Head, score_rows
+from expertmesh.models.token_rows import TokenRows, embedded_with, put_logits
 from expertmesh.moe.check_arguments import check_call_factor, check_top_k
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
@@ -251,7 +252,19 @@ class GPT(LanguageModel):
                 device="meta",
                 dtype=dtype,
             )
+        self.token_rows: nn.ModuleDict | None = None
         draw_weights(self, device=device, seed=seed)
+
+    def learn_rows(self, ids: Sequence[int], *, dtype: torch.dtype) -> None:
+        """Give some tokens rows of their own, without values yet, which learn while embedding and output rest.
+
+        Args:
+            ids: the tokens, ascending.
+            dtype: dtype of the rows.
+        """
+        tables = ("embedding",) if self.output is None else ("embedding", "output")
+        how: dict[str, Any] = {"device": self.device, "dtype": dtype}
+        self.token_rows = nn.ModuleDict({name: TokenRows(ids, self.config.dim, **how) for name in tables})
 
     @property
     def spec(self) -> ModelSpec:
@@ -329,7 +342,7 @@ class GPT(LanguageModel):
         place.
         """
         if self.shared is None:
-            return self.embedding(ids_BS), self.embedding.weight
+            return self._with_own_rows(self.embedding(ids_BS), ids_BS), self.embedding.weight
         B, S = ids_BS.shape
         check_sequence(self.config, S, tp_degree=self.shared.size)
         if call["token_index"] is None:
@@ -340,8 +353,12 @@ class GPT(LanguageModel):
         size = self.config.moe.routing_group_size
         if size is None or S // self.shared.size % size:
             call["choices"] = {**call["choices"], "shared_tokens": self.shared}
-        table_VD = self.shared.gather(self.embedding.weight)
-        return F.embedding(call["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
+        table_VD, own_BS = self.shared.gather(self.embedding.weight), call["ids_T"].view(B, S // self.shared.size)
+        return self._with_own_rows(F.embedding(own_BS, table_VD), own_BS), table_VD
+
+    def _with_own_rows(self, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:
+        """Embedded tokens, with the rows that some of them have beside the embedding."""
+        return x_BSD if self.token_rows is None else embedded_with(self.token_rows["embedding"](), x_BSD, ids_BS)
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions; see `rope_tables`."""
@@ -531,13 +548,16 @@ class GPT(LanguageModel):
     def _read_out(self, x: Tensor, table_VD: Tensor, targets_R: Tensor | None = None, **scoring: Any) -> Any:
         """Logits (..., V) of hidden states (..., D); with targets, the targets' `Scores` for (R, D)."""
         x = self.final_norm(x)
+        if self.token_rows is not None:
+            scoring["own"] = self.token_rows["embedding" if self.output is None else "output"]()
         if self.output is not None:
             whole = None if self.shared is None else self.shared.gather(self.output.weight)
             return self.output(x, targets_R, whole, **scoring)
         linear = self.arithmetic.in_mode(self.training).linear
-        if targets_R is None:
-            return linear(x, table_VD)
-        return score_rows(x, table_VD, targets_R, linear=linear, **scoring)
+        if targets_R is not None:
+            return score_rows(x, table_VD, targets_R, linear=linear, **scoring)
+        logits, own = linear(x, table_VD), scoring.get("own")
+        return logits if own is None else put_logits(logits, own, x, linear)
 
 
 def _recomputed(block: nn.Module, x_BSD: Tensor, **call: Any) -> Any:

@@ -16,7 +16,7 @@ def sizes_of_run(config: GPTRunConfig) -> GPTSizes:
     sizes, adapter = sizes_of(config.model), config.adapter
     if not adapter.rests:
         return sizes
-    learning = tuple(factors(adapter, sizes.spec))
+    learning = tuple(factors(adapter, sizes.spec, num_tokens=len(config.tokens.add)))
     resting = (replace(one, rests=_rests(one, config)) for one in sizes.spec)
     spec = ModelSpec((*resting, *learning), sizes.spec.experts_per_token)
     return replace(sizes, spec=spec, adapts=any(".experts." in one.name for one in learning))

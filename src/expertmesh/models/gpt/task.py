@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.data.corpus import texts
-from expertmesh.data.data_progress import Progress
+from expertmesh.data.data_progress import Progress, note
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
+from expertmesh.errors import named
 from expertmesh.models.gpt.builder import GPTBuilder
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
@@ -26,6 +28,7 @@ from expertmesh.models.task import (
 )
 from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.text.tokenizer import add_named, load_tokenizer
 
 
 class GPTTask(Task):
@@ -39,11 +42,13 @@ class GPTTask(Task):
     def prepare(self) -> Data:
         """The corpus as tokens; see `text_data`."""
         config = self.config
+        _tell_known(config)
         data = text_data(
             config.data,
             vocab_size=config.model.vocab_size,
             seed=config.train.seed,
             objective=config.objective.name,
+            tokens=config.tokens,
         )
         self.labels = data.labels if isinstance(data, TextData) else ()
         return data
@@ -147,6 +152,14 @@ class GPTTask(Task):
         trigram = ByteTrigram.fit(counted.over(texts(data.corpus.training), len))
         value = trigram.bits_per_byte(texts(data.corpus.validation))
         return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
+
+
+def _tell_known(config: GPTRunConfig) -> None:
+    """Say which of the tokens to add the tokenizer has already."""
+    if config.tokens.add:
+        known = add_named(load_tokenizer(Path(str(config.data.encode_with))), config.tokens)
+        if known:
+            note(f"{named('tokens.add', ' '.join(known))}: in the tokenizer already, with rows that begin as they are")
 
 
 class Learned(NamedTuple):
