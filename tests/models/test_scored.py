@@ -16,6 +16,7 @@ from expertmesh.models.gpt.recipes import gpt_moe_test
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.scored import Scores, score_rows
 from expertmesh.models.task import Part
+from expertmesh.models.token_rows import OwnRows
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 from expertmesh.parallel.ranks import Ranks
 
@@ -186,3 +187,26 @@ def test_training_never_holds_the_logits_of_all_rows(learned, tied, monkeypatch)
         sums = task.measure(model.eval(), (*batch[:2], batch[1], *batch[2:]), part)
     assert largest(seen) <= max(16, config.dim) * vocab_size
     assert int(sums["items"]) == num_rows
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["one chunk", "chunks"])
+def test_rows_that_stand_for_some_tokens_are_the_head_s(is_cut, request):
+    """Scores and gradients of a head with these rows in the place of its own, which get none."""
+    if is_cut:
+        request.getfixturevalue("small_chunks")
+    h, head, targets, weights = drawn(7, torch.float64)
+    ids, rows = torch.tensor([4, int(targets[0])]).sort().values, torch.randn(2, 8, dtype=torch.float64)
+    linear = DEFAULT_OPS.linear
+    found, expected = [], []
+    for ours, results_ in ((True, found), (False, expected)):
+        leaves = [t.clone().requires_grad_() for t in (h, head, rows)]
+        if ours:
+            own = OwnRows(ids, leaves[2])
+            scores_R = score_rows(leaves[0], leaves[1], targets, linear=linear, own=own).logprobs_R
+        else:
+            whole = leaves[1].index_copy(0, ids, leaves[2])
+            scores_R = plain(leaves[0], whole, targets).logprobs_R
+        (scores_R * weights).sum().backward()
+        results_ += [scores_R.detach(), *(leaf.grad for leaf in leaves)]
+    torch.testing.assert_close(found, expected)
+    assert not found[2][ids].any() and found[3].any()

@@ -47,6 +47,7 @@ _SAME: dict[str, str] = {
     "rl.ratio": "importance_sampling_level",
     "rl.scale": "scale_rewards",
     "rl.updates": "steps_per_generation",
+    "tokens.add": "trainable_token_indices added_tokens_overrides new_tokens",
     "train.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
     "train.best_by": "metric_for_best_model",
     "train.checkpoint_every": "save_steps",
@@ -71,6 +72,7 @@ PEER_OPTIONS = {theirs: ours for ours, names in _SAME.items() for theirs in name
 _ALWAYS_ANSWERS = "leave it out: the assistant's tokens and their ends are learned, always"
 _DRAWN = "leave it out: answers are drawn at temperature 1 from all tokens, those of the policy that learns"
 _ENGINE = "leave it out: answers are drawn by the engine in the same process"
+_ROWS = f"use {named('tokens.add')}: rows of these tokens learn beside adapters"
 _WORD = "write the folder as the first word, in the place of a recipe"
 ABSENT = {
     "assistant_only_loss": _ALWAYS_ANSWERS,
@@ -85,6 +87,8 @@ ABSENT = {
     "answers each",
     "init_lora_weights": "leave it out: A is drawn from N(0, 1 / columns), and B is 0",
     "load_best_model_at_end": "leave it out: the best checkpoint is kept, and opened by generate and convert",
+    "lora_modules_to_save": _ROWS,
+    "modules_to_save": _ROWS,
     "loftq_config": "leave it out: B is 0 at first, over a rounded base as well",
     "lora_target_experts": f"use {named('adapter.targets', 'experts')}",
     "model_name": _WORD,

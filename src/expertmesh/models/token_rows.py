@@ -30,7 +30,8 @@ class TokenRows(nn.Module):
     def forward(self) -> OwnRows:
         """The tokens and their rows."""
         if not len(self._ids_N) or self._ids_N.device != self.rows.device:
-            self._ids_N = torch.tensor(self.ids, device=self.rows.device)
+            with torch.inference_mode(False):
+                self._ids_N = torch.tensor(self.ids, device=self.rows.device)
         return OwnRows(self._ids_N, self.rows)
 
 

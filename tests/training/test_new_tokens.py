@@ -1,0 +1,157 @@
+"""`tokens.add`: tokens of a fine-tune get rows, which alone learn under adapters, and go where the run goes."""
+
+import json
+
+import pytest
+import torch
+from tests.support.hub_text import chats_file, hub_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import expertmesh as em
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.grown_rows import is_token_rows
+from expertmesh.checkpoints.source import read_whole
+from expertmesh.cli.main import main
+from expertmesh.cli.train import run as train_verb
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub import quantize
+from expertmesh.runs.run_dir import find_model, load_run
+from expertmesh.text.new_tokens import GrownVocabulary
+from expertmesh.training.metrics import read_metrics
+
+# peft 0.21 asks transformers 5.23 for an attribute by its old name
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+    # and warns of patterns for parameters, which it goes by all the same
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
+]
+LORA = ["--adapter.kind", "lora", "--adapter.rank", "4"]
+ADD = ["--tokens.add", "<plan>", "--tokens.add", "</plan>", "--tokens.add", "<|user|>"]
+ROWS, V = [257, 260, 261], 261  # a mark of the tokenizer, a row without a token, and a row that is to come
+WITH_TOKENS = "<plan>{n}</plan>"
+
+
+def base_of(place, **changes):
+    return hub_folder(place, "qwen2_moe", vocab_size=V, **changes)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
+def base(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp("tokens")
+    chats_file(place / "chats.jsonl", WITH_TOKENS, count=20)
+    return base_of(place / "base", tie_word_embeddings=request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    place = tmp_path_factory.mktemp("alone")
+    chats_file(place / "chats.jsonl", WITH_TOKENS, count=20)
+    return base_of(place / "base")
+
+
+def trained(base, run, steps, *words):
+    place = base.parent
+    where = ["--train.run-dir", f"{place}/{run}", "--data.cache-dir", f"{place}/cache"]
+    data = ["--data.path", f"{place}/chats.jsonl", "--train.batch-size", "4", "--optim.lr", "3e-2"]
+    rest = ["--train.no-tensorboard", "--train.device", "cpu", "--optim.schedule-steps", "4"]
+    assert train_verb([str(base), *where, *data, *rest, "--train.steps", str(steps), *words]) == 0
+    return place / run
+
+
+def tables(source):
+    return {n: read_whole(source, n) for n in ("embedding.weight", "output.weight") if n in source.tensors}
+
+
+def test_rows_of_the_tokens_alone_learn_under_adapters(base, capsys, caplog, tmp_path):
+    peft = pytest.importorskip("peft")
+    run = trained(base, "run", 4, *LORA, *ADD)
+    said = capsys.readouterr().out
+    before = tables(
+        find_model(base).with_weights().growing(GrownVocabulary(V, 262, tuple(ROWS), (260, 261))).open_weights()
+    )
+    after, original = tables(load_run(run).open_weights()), tables(find_model(base).with_weights().open_weights())
+    num_learned = len(after) * len(ROWS) * 24
+    assert f"new tokens {num_learned:,}" in said.split("learns: ")[1].split("rests")[0]
+    assert f"new tokens {num_learned:,}" in said.split("adapters: ")[1].split("; rank")[0]
+    assert "tokens.add=<|user|>: in the tokenizer already" in caplog.text
+    for name, rows in after.items():
+        mean = original[name].double().mean(0).float()
+        assert torch.equal(before[name][260:], mean.expand(2, -1))
+        changed = (rows != before[name]).any(1).nonzero().flatten().tolist()
+        assert changed == ROWS and len(rows) == 262, name
+    saved = Checkpoint(load_run(run).checkpoint, prefix="model.").tensors
+    assert sum(map(is_token_rows, saved)) == len(after)
+    # broken and whole runs have the same bits
+    trained(base, "broken", 2, *LORA, *ADD)
+    trained(base, "broken", 4, *LORA, *ADD, "--train.resume", "required")
+    lines = [[line["loss"] for line in read_metrics(base.parent / one / "metrics.jsonl")] for one in ("run", "broken")]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    for name, rows in tables(load_run(base.parent / "broken").open_weights()).items():
+        assert torch.equal(rows, after[name])
+    # merged, and as peft's folder
+    for name, more in (("merged", []), ("peft", ["--adapter-only"])):
+        assert main(["convert", "--from", str(run), "--to", f"{tmp_path}/{name}", *more]) == 0
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.encode("<plan>", add_special_tokens=False) == [260]
+        assert tokenizer.decode([260, 261], skip_special_tokens=True).replace(" ", "") == "<plan></plan>"
+    values = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert values["vocab_size"] == 262
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    other = AutoModelForCausalLM.from_pretrained(base)
+    other.resize_token_embeddings(262)
+    other = peft.PeftModel.from_pretrained(other, tmp_path / "peft").eval()
+    ids = torch.randint(262, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids[:, ::4] = torch.tensor(ROWS + [260])
+    ours, tokenizer = em.load(run)
+    assert tokenizer.token_to_id("</plan>") == 261
+    with torch.no_grad():
+        expected = ours(ids).logits_BSV
+        for found in (merged(ids).logits, other(ids).logits):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert main(["generate", str(tmp_path / "merged"), "<plan>", "--max-tokens", "3"]) == 0
+
+
+def test_all_weights_learn_with_a_grown_vocabulary(alone, tmp_path):
+    run = trained(alone, "full", 2, *ADD[:4], "--tokens.special")
+    rows = tables(load_run(run).open_weights())
+    assert all(len(one) == 262 for one in rows.values())
+    assert main(["convert", "--from", str(run), "--to", f"{tmp_path}/hub"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hub").config.vocab_size == 262
+    assert "<plan>" in AutoTokenizer.from_pretrained(tmp_path / "hub").get_added_vocab()
+    # special: no text is encoded with it
+    model, tokenizer = em.load(run)
+    assert 260 not in tokenizer.encode("<plan>").ids and model.vocab_size == 262
+    again = trained(run, "again", 1, *ADD[:2])  # from a run that has it
+    assert all(len(one) == 262 for one in tables(load_run(again).open_weights()).values())
+
+
+MISTAKES = {
+    "blank": (["--tokens.add", " "], "tokens.add= : has a token that is blank"),
+    "twice": (["--tokens.add", "<a>", "--tokens.add", "<a>"], "tokens.add=<a> <a>: names something twice"),
+    "special alone": (["--tokens.special"], "tokens.special=True: has no effect without added tokens"),
+    "a head's adapter": ([*LORA, *ADD, "--adapter.targets", "head"], "conflicts with an adapter of the head"),
+    "answers of its own": (
+        [*ADD, "--objective.name", "grpo", "--reward.functions", "number"],
+        "adds tokens that no answer has yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line(mistake, alone):
+    words, said = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as error:
+        trained(alone, "none", 1, *words)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_tokens_at_resume_no_model_and_packed_ones_are_one_line(alone):
+    words = ["gpt-moe-test", "--tokens.add", "<plan>", "--train.run-dir", f"{alone.parent}/new"]
+    with pytest.raises(ConfigError, match="needs a trained model"):
+        train_verb(words)
+    trained(alone, "first", 1, *LORA, *ADD[:2])
+    with pytest.raises(ConfigError, match=r"tokens.add=\('</plan>',\): the run in .* has \['<plan>'\]|tokens.add="):
+        trained(alone, "first", 2, *LORA, *ADD[2:4], "--train.resume", "required")
+    quantize(alone, alone.parent / "packed", format="int8", dtype=torch.float32)
+    with pytest.raises(ConfigError, match="which is quantised; begin with the model that it was made of"):
+        trained(alone.parent / "packed", "none", 1, *LORA, *ADD)
