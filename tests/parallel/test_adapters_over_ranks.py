@@ -77,6 +77,22 @@ def test_two_ranks_learn_as_one_process(two_ranks, folder, one_process, layout, 
     assert len({line["loss"] for line in lines}) == STEPS
 
 
+@pytest.mark.parametrize("layout", [{}, {"parallel.tp_degree": 2}], ids=str)
+def test_the_row_of_an_added_token_learns_over_ranks(two_ranks, folder, layout):
+    """One row, of which a rank may have none."""
+    more = {"tokens.add": ("import os",)}
+    expected = run_training(folder, f"one-tokens{len(layout)}", more)
+    name = f"two-tokens{len(layout)}"
+    lines = two_ranks.run(run_training, folder, name, more | layout)[0]
+    assert_same_lines(lines, expected, "loss", "grad_norm", "eval_loss")
+    (ours, theirs) = (load_run(folder / one).open_weights() for one in (name, f"one-tokens{len(layout)}"))
+    rows = [read_whole(source, "embedding.weight") for source in (ours, theirs)]
+    torch.testing.assert_close(*rows)
+    before = read_whole(load_run(folder / "base").open_weights(), "embedding.weight")
+    assert len(rows[0]) == len(before) + 1 and torch.equal(rows[0][:-1], before)
+    assert not torch.allclose(rows[0][-1], before.mean(0))
+
+
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(two_ranks, folder, one_process):
     one_process("own")
     two_ranks.run(run_training, folder, "goes-on", {})

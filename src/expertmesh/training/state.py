@@ -166,7 +166,7 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, family: Famil
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
     old_fields, new_fields = (dotted_values(run.model_dump(mode="json")) for run in (before, config))
-    for name, value in new_fields.items():
+    for name, value in sorted(new_fields.items(), key=_is_of_model):  # which follows from other options
         is_fixed = name.startswith(_FIXED) or name in (
             "train.seed",
             "optim.name",
@@ -187,6 +187,10 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, family: Famil
             f"the run in {where} keeps its weights in {'float64' if doubles[0] else 'float32'}",
             f"use a dtype that does, or another {named('train.run_dir')}",
         )
+
+
+def _is_of_model(option: tuple[str, Any]) -> bool:
+    return option[0].startswith("model.")
 
 
 def differs(name: str, before: Any, now: Any) -> bool:

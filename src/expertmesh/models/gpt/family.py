@@ -9,7 +9,6 @@ from expertmesh.models.gpt.config import GPTRunConfig, begun_with
 from expertmesh.models.gpt.recipes import RECIPES, finetune
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.adapter_targets import check_targets
-from expertmesh.text.new_tokens import grown_vocabulary
 
 
 def _task(config: GPTRunConfig) -> Any:
@@ -22,6 +21,8 @@ def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
     found = begun_with(config, other)
     adapted = check_targets(found.adapter, gpt_spec(found.model))
     if found.tokens.add:
+        from expertmesh.text.new_tokens import grown_vocabulary
+
         if "output.weight" in adapted:
             rule = "conflicts with an adapter of the head, whose rows of these tokens learn themselves"
             raise ConfigError("tokens.add", " ".join(found.tokens.add), rule, "leave head out of adapter.targets")
