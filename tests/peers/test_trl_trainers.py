@@ -28,6 +28,8 @@ FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 OBJECTIVES = ("sft", "dpo", "grpo")
 GROUP, LONGEST = 2, 7
 FP32 = 1e-5
+LOST = {("deepseek_v3", "grpo"): 2e-5}
+"""Bounds of gradients where theirs lose more: 1.1e-5 beside theirs in FP64, where ours and theirs agree to 1e-6."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -190,8 +192,8 @@ def learned(objective, model, batch, folder, size):
     return loss_of_step(task, model, batch, size, enriches=objective == "dpo")
 
 
-def assert_equal_gradients(found, expected, exact):
-    """Theirs are ours to 1e-5 of each tensor's norm, or to four times what ours lose between FP64 and FP32; none is
+def assert_equal_gradients(found, expected, exact, bound=FP32):
+    """Theirs are ours to `bound` of each tensor's norm, or to four times what ours lose between FP64 and FP32; none is
     zero.
 
     Sums that nearly cancel are measured by a hundredth of the largest tensor's norm.
@@ -201,7 +203,7 @@ def assert_equal_gradients(found, expected, exact):
     for name, one in exact.items():
         scale = max(float(one.norm()), 1e-2 * largest)
         gap, lost = (float((found[name] - x).norm()) / scale for x in (expected[name], one))
-        assert gap <= max(FP32, 4 * lost) and gap <= 1e-4, (name, gap, lost)
+        assert gap <= max(bound, 4 * lost) and gap <= 1e-4, (name, gap, lost)
     assert all(float(one.norm()) > 0 for one in expected.values())
 
 
@@ -220,7 +222,7 @@ def test_adapters_learn_as_with_trl_and_peft(objective, adapted, folder, tmp_pat
     for size in (4 if objective == "sft" else 2, 1):
         found = learned(objective, model, batch, folder, size)
         assert abs(found - expected) <= FP32 * max(1.0, abs(expected)), (found, expected)
-        assert_equal_gradients(*in_common(model, grads, place), exact)
+        assert_equal_gradients(*in_common(model, grads, place), exact, LOST.get((folder.name, objective), FP32))
 
 
 def in_common(model, theirs, place):

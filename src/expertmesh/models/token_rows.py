@@ -43,5 +43,5 @@ def embedded_with(own: OwnRows, x: Tensor, ids: Tensor) -> Tensor:
 
 
 def put_logits(logits: Tensor, own: OwnRows, x: Tensor, linear: Callable[..., Tensor]) -> Tensor:
-    """Logits (..., V) of hidden states x (..., D), in place with those of tokens that have rows of their own."""
+    """Logits (..., V) of hidden states x (..., D), in place, by the rows that some tokens have of their own."""
     return logits.index_copy_(-1, own.ids_N, linear(x, own.rows_ND.to(x.dtype)))

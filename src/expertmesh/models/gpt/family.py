@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Family, Metric
 from expertmesh.models.gpt.config import GPTRunConfig, begun_with
 from expertmesh.models.gpt.recipes import RECIPES, finetune
@@ -25,7 +25,9 @@ def _begun(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
 
         if "output.weight" in adapted:
             rule = "conflicts with an adapter of the head, whose rows of these tokens learn themselves"
-            raise ConfigError("tokens.add", " ".join(found.tokens.add), rule, "leave head out of adapter.targets")
+            raise ConfigError(
+                "tokens.add", " ".join(found.tokens.add), rule, f"leave head out of {named('adapter.targets')}"
+            )
         tokenizer = Path(str(found.data.encode_with))
         grown = grown_vocabulary(tokenizer, found.tokens, vocab_size=found.model.vocab_size)
         found = found.updated({"model.vocab_size": grown.size})
