@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,8 +42,11 @@ class TrainedAdapter(NamedTuple):
 class TrainedTokens(NamedTuple):
     """Tokens whose rows learned."""
 
-    ids: Sequence[int]
-    rows: Mapping[str, Tensor]  # (N, D) by the names of our embedding and output
+    ids: Sequence[int] = ()
+    rows: Mapping[str, Tensor] = MappingProxyType({})  # (N, D) by the names of our embedding and output
+
+
+_NONE = TrainedTokens()
 
 
 def write_peft_folder(
@@ -53,7 +57,7 @@ def write_peft_folder(
     base: str | None,  # the model that they are for, as peft finds it; None: not known
     layout: ExpertLayout = "fused",  # see `ExpertLayout`. An adapter that all experts share is written once per expert.
     hub_name: Callable[[str], str] = str,
-    tokens: TrainedTokens | None = None,  # rows of tokens that learned beside the adapters
+    tokens: TrainedTokens = _NONE,  # rows of tokens that learned beside the adapters
 ) -> None:
     """Write adapters into a folder that exists.
 
@@ -93,7 +97,7 @@ def write_peft_folder(
             tensors[f"{PREFIX}{path}.lora_A.weight"] = a
             tensors[f"{PREFIX}{path}.lora_B.weight"] = b
     indices: dict[str, list[int]] = {}
-    for name, rows in () if tokens is None else tokens.rows.items():
+    for name, rows in tokens.rows.items():
         (module,) = _modules(spec.by_name[name], hub_name, is_fused=False)
         indices[module.rpartition(".")[2]] = list(tokens.ids)
         tensors[f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"] = rows

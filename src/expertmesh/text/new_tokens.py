@@ -39,7 +39,7 @@ def grown_vocabulary(path: Path, tokens: TokensConfig, *, vocab_size: int) -> Gr
     """
     tokenizer = load_tokenizer(path)
     known = add_named(tokenizer, tokens)
-    ids = {token: tokenizer.token_to_id(token) for token in tokens.add}
-    new = sorted(ids[token] for token in tokens.add if token not in known)
-    most = max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return GrownVocabulary(vocab_size, max(vocab_size, most + 1), tuple(sorted(ids.values())), tuple(new))
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    ids = sorted(vocab[token] for token in tokens.add)
+    new = sorted(vocab[token] for token in tokens.add if token not in known)
+    return GrownVocabulary(vocab_size, max(vocab_size, max(vocab.values()) + 1), tuple(ids), tuple(new))

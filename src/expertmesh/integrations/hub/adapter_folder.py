@@ -42,11 +42,11 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
     return {name: TrainedAdapter(a, b, options.scaling(a.shape[-2])) for name, (a, b) in pairs}
 
 
-def tokens_of(checkpoint: Path) -> TrainedTokens | None:
-    """Rows of tokens that learned beside a checkpoint's adapters; None: none did."""
+def tokens_of(checkpoint: Path) -> TrainedTokens:
+    """Rows of tokens that learned beside a checkpoint's adapters."""
     grown = _base_of(checkpoint)[0].grown
     if grown is None:
-        return None
+        return TrainedTokens()
     learned, tables = Checkpoint(checkpoint, prefix="model."), ("embedding.weight", "output.weight")
     names = {table: token_rows_of(table) for table in tables if token_rows_of(table) in learned.tensors}
     return TrainedTokens(grown.ids, {table: read_whole(learned, name) for table, name in names.items()})
@@ -79,10 +79,10 @@ def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout
             hub_name=str if origin is None else origin.hub_name,
             tokens=tokens,
         )
-        if tokens is not None:
+        if tokens.ids:
             _write_tokenizer(checkpoint.parent.parent, partial)
         if check:  # an engine's requests have adapters of their own, and one vocabulary
-            check_logits(checkpoint, checkpoint_weights(checkpoint), served=None if tokens else partial)
+            check_logits(checkpoint, checkpoint_weights(checkpoint), served=None if tokens.ids else partial)
     return len(found)
 
 
@@ -125,7 +125,7 @@ def check_logits(checkpoint: Path, merged: TensorSource, *, served: Path | None 
         with torch.no_grad():
             adapter.a.copy_(found[name].a.view(adapter.a.shape))
             adapter.b.copy_(found[name].b.view(adapter.b.shape))
-    for name, rows in () if tokens is None else tokens.rows.items():
+    for name, rows in tokens.rows.items():
         with torch.no_grad():
             model.get_parameter(name)[list(tokens.ids)] = rows.to(opened.precision.master_dtype)
     expected = logits()
