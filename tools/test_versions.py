@@ -1,7 +1,7 @@
 """Tests of the package beside other versions of what it needs, each in an environment of its own: `make test-versions`.
 
     python tools/test_versions.py                          # the oldest and the newest of each row, a table at the end
-    python tools/test_versions.py transformers==5.0.0 -- tests/integrations/test_hub_parity.py
+    python tools/test_versions.py transformers==5.20.0 -- tests/integrations/test_hub_parity.py
 
 An environment has the packages of the interpreter that runs this, and the given one in front. Words behind `--` go to
 pytest.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {
-    "transformers==5.0.0": ["tests/integrations", "tests/checkpoints", "-k", "hub or transformers"],
+    "transformers==5.20.0": ["tests/integrations", "tests/checkpoints", "-k", "hub or transformers"],
     "transformers": ["tests/integrations", "tests/checkpoints", "-k", "hub or transformers"],
     "pydantic==2.10.0": [
         "tests/config",
@@ -25,10 +25,12 @@ ROWS = {
         "tests/cli/test_wrong_words.py",
     ],
     "pydantic": ["tests/config", "tests/cli/test_flags.py", "tests/cli/test_wrong_words.py"],
-    "numpy==1.26.0": ["tests/data", "tests/oracle"],
-    "tokenizers==0.21.0": ["tests/text", "tests/data"],
+    "numpy==1.26.0": ["tests/data", "tests/oracle", "--ignore=tests/data/test_records.py"],  # pyarrow needs NumPy 2
+    "tokenizers==0.21.0": ["tests/training/test_tokens.py", "tests/training/test_corpus.py"],
 }
 """Requirements and the tests that they concern."""
+WITH_NEEDS = ("pydantic", "transformers")
+"""What fails beside a pydantic-core or a huggingface_hub of another time."""
 
 
 def run(requirement: str, words: list[str]) -> str:
@@ -46,7 +48,7 @@ def run(requirement: str, words: list[str]) -> str:
             "--disable-pip-version-check",
             "--ignore-installed",
         ]
-        if not requirement.startswith("pydantic"):  # pydantic needs its own pydantic-core
+        if not requirement.startswith(WITH_NEEDS):
             install.append("--no-deps")
         env = os.environ | {
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",

@@ -92,8 +92,8 @@ def test_changed_sources_have_no_shipped_object(tmp_path):
 def test_every_object_needs_the_c_library_alone(release, tmp_path):
     try:
         compiler = build.compiler_command()
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    except build.BuildError:
+        pytest.skip("no C compiler")
     for one in (PLAIN, INSTRUCTION_SETS["avx2"]):
         release.check_needs(one.name, build.compiled(compiler, one, tmp_path).read_bytes())
 

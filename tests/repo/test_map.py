@@ -17,15 +17,16 @@ def rooms():
 
 
 def test_rooms_on_the_page_are_those_of_the_imports(rooms):
-    """`python tools/rooms.py` draws them anew."""
+    """`python tools/rooms.py` draws them anew. A room whose parts are not all here is not compared."""
     page = rooms.PAGE.read_text()
     rows, sizes = rooms.drawn()
     assert 0 < len(rows) <= MOST_ROOMS
     found = re.findall(r"^\| \*\*.*$", page, re.MULTILINE)
-    said = [re.search(r"\| ([\d,]+) \| [^|]*\|$", row).group(1) for row in found]
-    assert [row.format(size=size) for row, size in zip(rows, said, strict=True)] == found
-    for name, size in zip(sizes, said, strict=True):
-        assert abs(sizes[name] - int(size.replace(",", ""))) <= OFF_BY, name
+    for room, row, there in zip(rooms.ROOMS, rows, found, strict=True):
+        if all(path.exists() for part in room.parts for path in rooms.paths_of(part)):
+            size = re.search(r"\| ([\d,]+) \| [^|]*\|$", there).group(1)
+            assert row.format(size=size) == there
+            assert abs(sizes[room.name] - int(size.replace(",", ""))) <= OFF_BY, room.name
 
 
 def test_a_part_without_a_room_is_an_error(rooms, tmp_path):
