@@ -158,6 +158,8 @@ def test_adapters_come_and_go_while_the_server_runs(folder, adapters):
         shutil.copytree(adapters["poems"], outside)
         (root / "link").symlink_to(outside)
         (root / "empty").mkdir()
+        (root / "looped").mkdir()
+        (root / "looped" / "itself").symlink_to(root / "looped" / "itself")
         for path, body, status, said in (
             ("load", {"lora_name": "poems", "lora_path": "poems"}, 400, "is loaded already"),
             ("load", {"lora_name": "tiny", "lora_path": "poems"}, 400, "is loaded already"),
@@ -168,6 +170,7 @@ def test_adapters_come_and_go_while_the_server_runs(folder, adapters):
             ("load", {"lora_name": "a", "lora_path": "none\x00"}, 400, "must be a folder below"),
             ("load", {"lora_name": "a", "lora_path": "none"}, 400, "must be a folder below"),
             ("load", {"lora_name": "a", "lora_path": "empty"}, 400, "no readable adapter_config"),
+            ("load", {"lora_name": "a", "lora_path": "looped"}, 400, "no readable adapter_config"),
             ("load", {"lora_name": "", "lora_path": "poems"}, 400, "lora_name"),
             ("load", {"lora_name": "a"}, 400, "lora_path"),
             (
