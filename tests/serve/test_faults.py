@@ -264,6 +264,8 @@ def test_wrong_options_are_refused_in_one_line(folder, capsys, tmp_path):
                     "EXPERTMESH_API_KEY, or"
                 ),
             ),
+            (["--without-key", "--host", "a..b"], "--host a..b: is no address of this machine (a part of it is empty"),
+            (["--without-key", "--host", "256.1.1.1"], "--host 256.1.1.1: is no address of this machine ("),
             (
                 ["--without-key", "--api-key-file", "keys"],
                 "--without-key: has no effect beside --api-key-file",

@@ -32,9 +32,13 @@ _LAST_WORDS_S = 3.0
 
 def bind(config: ServerConfig) -> socket.socket:
     """Bound socket; connections are accepted once `serve` listens."""
-    place = None
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:  # of names that no resolver can be asked for
+        reason = getattr(error, "strerror", None) or "a part of it is empty or too long"
+        raise ConfigError("host", config.host, f"is no address of this machine ({reason})", "choose another") from None
+    place = None
+    try:
         family, kind, protocol, _, address = found[0]
         place = socket.socket(family, kind, protocol)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
