@@ -5,7 +5,9 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -157,6 +159,26 @@ def test_a_log_on_a_full_disk_hurts_nobody(folder):
     with served(folder, "--access-log", log="/dev/full") as server:
         assert all(is_well(server) for _ in range(3))
         assert get(f"{server.address}/nothing").status_code == 404
+
+
+def few_files():
+    """Leave the process few file descriptors."""
+    most = len(os.listdir("/proc/self/fd")) + 24
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def test_connections_without_a_file_descriptor_wait_and_hold_up_nobody(folder, tmp_path):
+    log = tmp_path / "log"
+    with served(folder, log=log, prepare=few_files) as server, contextlib.ExitStack() as stack:
+        with httpx2.stream("POST", server.address + COMPLETE, json=LONG, timeout=PATIENCE_S) as answer:
+            for _ in range(60):
+                stack.enter_context(open_to(server))
+            found, is_done = events(answer.iter_lines())
+        assert is_done and found[-1]["choices"][0]["finish_reason"] == "length"
+        until(lambda: "no more connections (Too many open files)" in log.read_text())
+        stack.close()
+        assert is_well(server)
+    assert "Traceback" not in log.read_text() and log.read_text().count("no more connections") == 1
 
 
 def test_slow_readers_and_idle_connections_hold_up_nobody(folder):
