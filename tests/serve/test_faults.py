@@ -5,12 +5,12 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import re
 import resource
 import signal
 import socket
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -163,7 +163,7 @@ def test_a_log_on_a_full_disk_hurts_nobody(folder):
 
 def few_files():
     """Leave the process few file descriptors."""
-    most = len(os.listdir("/proc/self/fd")) + 24
+    most = len([*Path("/proc/self/fd").iterdir()]) + 24
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
