@@ -1,6 +1,5 @@
 """Adapters behind the server's door and the verb: chosen by name, listed, counted, and refused in a line."""
 
-import asyncio
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,7 @@ from tests.support.serving import events, served
 
 import expertmesh as em
 from expertmesh.cli.main import main
-from expertmesh.config.server import ServerConfig
-from expertmesh.serve.app import ServerApp
+from expertmesh.serve.answer import _as_fault
 
 PROMPT = "def main("
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -198,17 +196,10 @@ def test_adapters_stay_unless_an_option_allows_it(server):
         assert found.status_code == 403 and "--adapter-root" in found.text
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_an_adapter_that_is_unloaded_while_a_request_is_read_is_404(folder, monkeypatch, is_stream):
-    async def story():
-        app = ServerApp(em.Engine(folder, num_blocks=8), ServerConfig(), model_name="tiny", version="0")
-        monkeypatch.setattr(app.reader, "adapter_of", lambda name: name)  # it was there then
-        app.start()
-        transport = httpx2.ASGITransport(app=app.asgi)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            found = await client.post("/v1/completions", json=ASKED | {"model": "poems", "stream": is_stream})
-        app.stop()
-        return found
-
-    found = asyncio.run(story())
-    assert (found.status_code, found.json()["error"]["code"]) == (404, "model_not_found")
+@pytest.mark.parametrize("others", [[], ["code"]], ids=["the last", "one of two"])
+def test_an_adapter_that_is_unloaded_while_a_request_is_read_is_404(folder, adapters, others):
+    engine = em.Engine(folder, num_blocks=8, adapters={name: adapters[name] for name in others})
+    with pytest.raises(em.ConfigError) as gone:
+        engine.add(PROMPT, adapter="poems")
+    fault = _as_fault(gone.value)
+    assert (fault.status, fault.param, fault.body["error"]["code"]) == (404, "model", "model_not_found")
