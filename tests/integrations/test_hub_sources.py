@@ -196,6 +196,7 @@ REASONS = {
         FP8,
         "of .*weight_scale nothing is read; give scales of blocks",
     ),
+    "a switch as a text": (lambda t: t, {"norm_topk_prob": "false"}, "norm_topk_prob='false': must be true or false"),
     "no scales": (in_fp8("", None, ()), FP8, "_scale_inv beside it; restore the files"),
 }
 

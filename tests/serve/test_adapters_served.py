@@ -13,6 +13,7 @@ from tests.support.serving import events, served
 
 import expertmesh as em
 from expertmesh.cli.main import main
+from expertmesh.serve.answer import _as_fault
 
 PROMPT = "def main("
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -155,6 +156,8 @@ def test_adapters_come_and_go_while_the_server_runs(folder, adapters):
         shutil.copytree(adapters["poems"], outside)
         (root / "link").symlink_to(outside)
         (root / "empty").mkdir()
+        (root / "looped").mkdir()
+        (root / "looped" / "itself").symlink_to(root / "looped" / "itself")
         for path, body, status, said in (
             ("load", {"lora_name": "poems", "lora_path": "poems"}, 400, "is loaded already"),
             ("load", {"lora_name": "tiny", "lora_path": "poems"}, 400, "is loaded already"),
@@ -165,6 +168,7 @@ def test_adapters_come_and_go_while_the_server_runs(folder, adapters):
             ("load", {"lora_name": "a", "lora_path": "none\x00"}, 400, "must be a folder below"),
             ("load", {"lora_name": "a", "lora_path": "none"}, 400, "must be a folder below"),
             ("load", {"lora_name": "a", "lora_path": "empty"}, 400, "no readable adapter_config"),
+            ("load", {"lora_name": "a", "lora_path": "looped"}, 400, "no readable adapter_config"),
             ("load", {"lora_name": "", "lora_path": "poems"}, 400, "lora_name"),
             ("load", {"lora_name": "a"}, 400, "lora_path"),
             (
@@ -190,3 +194,12 @@ def test_adapters_stay_unless_an_option_allows_it(server):
         body = {"lora_name": "a", "lora_path": "poems"}
         found = httpx2.post(f"{server.address}/v1/{path}_lora_adapter", json=body)
         assert found.status_code == 403 and "--adapter-root" in found.text
+
+
+@pytest.mark.parametrize("others", [[], ["code"]], ids=["the last", "one of two"])
+def test_an_adapter_that_is_unloaded_while_a_request_is_read_is_404(folder, adapters, others):
+    engine = em.Engine(folder, num_blocks=8, adapters={name: adapters[name] for name in others})
+    with pytest.raises(em.ConfigError) as gone:
+        engine.add(PROMPT, adapter="poems")
+    fault = _as_fault(gone.value)
+    assert (fault.status, fault.param, fault.body["error"]["code"]) == (404, "model", "model_not_found")

@@ -133,6 +133,7 @@ SAID_OF = [
     (COMPLETE, with_(prompt=[[1], [2, "a"]]), "prompt.1.1: Input should be a valid integer"),
     (COMPLETE, with_(prompt=["a"] * 1025), "prompt: List should have at most 1024 items"),
     (COMPLETE, with_(prompt=[-1]), "prompt.0: Input should be greater than or equal to 0"),
+    (COMPLETE, with_(logit_bias={"9" * 5000: 1}), f"logit_bias='{'9' * 56}...: must be a token id; give one"),
     (COMPLETE, with_(stop=["a"] * 50), "stop: List should have at most 16 items"),
     (COMPLETE, with_(stop=["a", ""]), "stop.1: String should have at least 1 character"),
     (COMPLETE, 5, "Input should be an object"),

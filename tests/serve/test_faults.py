@@ -6,9 +6,11 @@ import contextlib
 import functools
 import json
 import re
+import resource
 import signal
 import socket
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -159,6 +161,26 @@ def test_a_log_on_a_full_disk_hurts_nobody(folder):
         assert get(f"{server.address}/nothing").status_code == 404
 
 
+def few_files():
+    """Leave the process few file descriptors."""
+    most = len([*Path("/proc/self/fd").iterdir()]) + 24
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def test_connections_without_a_file_descriptor_wait_and_hold_up_nobody(folder, tmp_path):
+    log = tmp_path / "log"
+    with served(folder, log=log, prepare=few_files) as server, contextlib.ExitStack() as stack:
+        with httpx2.stream("POST", server.address + COMPLETE, json=LONG, timeout=PATIENCE_S) as answer:
+            for _ in range(60):
+                stack.enter_context(open_to(server))
+            found, is_done = events(answer.iter_lines())
+        assert is_done and found[-1]["choices"][0]["finish_reason"] == "length"
+        until(lambda: "no more connections (Too many open files)" in log.read_text())
+        stack.close()
+        assert is_well(server)
+    assert "Traceback" not in log.read_text() and log.read_text().count("no more connections") == 1
+
+
 def test_slow_readers_and_idle_connections_hold_up_nobody(folder):
     with served(folder, "--idle-s", "3") as server, contextlib.ExitStack() as stack:
         slow = stack.enter_context(open_to(server))
@@ -264,6 +286,8 @@ def test_wrong_options_are_refused_in_one_line(folder, capsys, tmp_path):
                     "EXPERTMESH_API_KEY, or"
                 ),
             ),
+            (["--without-key", "--host", "a..b"], "--host a..b: is no address of this machine (a part of it is empty"),
+            (["--without-key", "--host", "256.1.1.1"], "--host 256.1.1.1: is no address of this machine ("),
             (
                 ["--without-key", "--api-key-file", "keys"],
                 "--without-key: has no effect beside --api-key-file",

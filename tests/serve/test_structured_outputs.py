@@ -12,6 +12,7 @@ from functools import reduce
 import httpx2
 import jsonschema
 import pytest
+from tests.support.serving import events
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.engine.engine import Engine
@@ -54,6 +55,26 @@ def test_answers_validate(server, fields):
             text = one["text"] if "text" in one else one["message"]["content"]
             assert one["finish_reason"] == "stop"
             jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("path", ["completions", "responses", "messages"])
+def test_line_ends_of_unicode_break_no_event(server, path):
+    text = "a\u2028b\x85c\u2029"
+    asked = {
+        "completions": {"prompt": "x", "max_tokens": 40},
+        "responses": {"input": "x", "max_output_tokens": 40},
+        "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40},
+    }
+    body = asked[path] | {"guided_choice": [text], "stream": True}
+    with httpx2.stream("POST", f"{server.address}/v1/{path}", json=body, timeout=60) as answer:
+        lines = [one for one in answer.iter_lines() if not one.startswith("event: ")]
+    found, _ = events(lines)
+    pieces = {
+        "completions": lambda one: one["choices"][0]["text"],
+        "responses": lambda one: one["delta"] if one["type"] == "response.output_text.delta" else "",
+        "messages": lambda one: one.get("delta", {}).get("text", ""),
+    }
+    assert "".join(map(pieces[path], found)) == text
 
 
 def test_a_stream_is_the_same_and_any_object_is_one(server):

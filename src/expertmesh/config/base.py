@@ -74,7 +74,7 @@ class FieldError(ConfigError):
         value, several = self.value, isinstance(self.value, tuple | list)
         typed = " ".join(map(str, self.value)) if several else shown(value)  # type: ignore[call-overload]
         typed = "" if value is True else typed  # a switch
-        return named(option, repr(value) if _reads_as_another(value) else shown(value), typed=typed)
+        return named(option, shown(repr(value) if _reads_as_another(value) else value), typed=typed)
 
     def inside(self, outer: Location) -> "FieldError":
         """A copy of the error whose location begins with `outer`, where a larger configuration holds this one."""

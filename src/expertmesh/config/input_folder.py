@@ -28,17 +28,13 @@ def check_only_files(folder: Path, *, what: str, depth: int = _DEPTH) -> None:
     except OSError:
         return
     for entry in entries:
-        if entry.is_file():
-            continue
-        if entry.is_dir():
-            if depth > 1:
-                check_only_files(Path(entry.path), what=what, depth=depth - 1)
-            continue
         try:
-            kind = _KINDS.get(stat.S_IFMT(entry.stat().st_mode))
-        except OSError:  # a link to nothing
+            mode = entry.stat().st_mode
+        except OSError:  # a link to nothing, or to itself
             continue
-        if kind is not None:
+        if stat.S_ISDIR(mode) and depth > 1:
+            check_only_files(Path(entry.path), what=what, depth=depth - 1)
+        if (kind := _KINDS.get(stat.S_IFMT(mode))) is not None:
             raise ConfigError(
                 f"{what}: {entry.path} is {kind}, not a file; put the file in its place, or take it out of the folder"
             )

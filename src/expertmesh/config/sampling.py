@@ -1,5 +1,6 @@
 """Options of a request: each is declared here once, for Python, the command line, HTTP and the reference."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Self
@@ -34,6 +35,7 @@ OF_OUTPUTS = frozenset({"n", "logprobs", "prompt_logprobs", "return_routed_exper
 TEXT_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "seed": 0}
 """Defaults of a call that writes texts, where they are not the options' own."""
 _LARGEST = 3.0e38
+_DIGITS = re.compile("[0-9]{1,20}")
 
 
 def must(rule: str, fix: str = "give one") -> WrapValidator:
@@ -55,7 +57,7 @@ def _biases(given: Any) -> Any:
     """Biases by token id; in JSON, ids are texts."""
     if not isinstance(given, Mapping):
         return given
-    ids = [int(i) if isinstance(i, str) and i.isascii() and i.isdigit() else plain(i) for i in given]
+    ids = [int(i) if isinstance(i, str) and _DIGITS.fullmatch(i) else plain(i) for i in given]
     if len({*ids}) < len(ids):
         raise FieldError((), given, "has two numbers for one token id", "give one for each")
     return dict(zip(ids, map(plain, given.values()), strict=True))

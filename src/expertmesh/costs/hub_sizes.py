@@ -20,11 +20,15 @@ _OR_NONE = (
     *("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "q_lora_rank"),
     *("decoder_sparse_step", "interleave_moe_layer_step", "sliding_window"),
 )
+_SWITCHES = (
+    *("tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "use_qk_norm"),
+    *("attention_bias", "mlp_bias"),
+)
 _MOST, _MOST_LAYERS = 2**31 - 1, 100_000
 
 
 def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None:
-    """Refuse a size that no model has; missing ones and nulls pass.
+    """Refuse a size that no model has, and a switch that is neither true nor false; missing ones and nulls pass.
 
     Args:
         is_part: whether the model is a part, which may lack vocabulary and attention.
@@ -37,6 +41,9 @@ def check_hub_sizes(values: Mapping[str, Any], *, is_part: bool = False) -> None
         size = Number(smallest, most, types=WHOLE, optional=True)
         if not size.holds(value):
             raise _wrong(name, value, size.rule)
+    for name in _SWITCHES:
+        if not isinstance(value := values.get(name), bool | None):
+            raise _wrong(name, value, "must be true or false")
 
 
 def check_together(values: Mapping[str, Any]) -> None:

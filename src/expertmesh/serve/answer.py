@@ -17,6 +17,8 @@ from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 WITHOUT_EFFECT = "x-without-effect"
 """Header with the fields of a request that pass because one body must do for all models, and have no effect on this
 one."""
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Characters at which clients that read lines of Unicode break an event, and their escapes."""
 
 
 class AnswerWriter(Protocol):
@@ -141,6 +143,8 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 
 def _event(value: dict[str, Any], *, is_named: bool) -> bytes:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for end, escape in _LINE_ENDS.items():
+        text = text.replace(end, escape)
     name = f"event: {value['type']}\n" if is_named else ""
     return f"{name}data: {text}\n\n".encode()
 
@@ -149,6 +153,8 @@ def _as_fault(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ConfigError):
+        if error.option == "adapter":  # it was unloaded while the request was read
+            return RequestError(404, f"model: {error}", param="model", code="model_not_found")
         return RequestError(400, str(error), param=error.option)
     return RequestError(500, str(error))
 

@@ -1,6 +1,7 @@
 """Server process: socket, uvicorn, and a graceful shutdown that finishes answers in progress."""
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -25,6 +26,8 @@ from expertmesh.serve.request_ids import HEADER, new_id
 log = logging.getLogger("expertmesh.serve")
 
 _HEADER_BYTES = 2**16
+_BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 _LOOK_S = 0.05
 _LAST_WORDS_S = 3.0
 """Seconds for which `/health` reports a lost rank before the process ends."""
@@ -32,9 +35,13 @@ _LAST_WORDS_S = 3.0
 
 def bind(config: ServerConfig) -> socket.socket:
     """Bound socket; connections are accepted once `serve` listens."""
-    place = None
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:  # of names that no resolver can be asked for
+        reason = getattr(error, "strerror", None) or "a part of it is empty or too long"
+        raise ConfigError("host", config.host, f"is no address of this machine ({reason})", "choose another") from None
+    place = None
+    try:
         family, kind, protocol, _, address = found[0]
         place = socket.socket(family, kind, protocol)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +79,8 @@ def serve(app: ServerApp, place: socket.socket, on_ready: Callable[[str], None])
         "timeout_keep_alive": max(1, round(app.config.idle_s)),
         "timeout_graceful_shutdown": 1,
         "h11_max_incomplete_event_size": _HEADER_BYTES,
-        "backlog": 2048,
+        # accepted at a time: with no file descriptor left, asyncio begins a timer for each, and each begins as many
+        "backlog": 1,
     }
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection takes a file descriptor
     with suppress(OSError, ValueError):
@@ -141,6 +149,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: ServerApp, on_ready: Callable[[str], None]) -> None:
         super().__init__(config)
         self._app, self._on_ready, self.code = app, on_ready, 0
+        self._is_full = False  # whether connections have found no file descriptor
         self._ending: asyncio.Task[None] | None = None
         _Protocol.idle_s = app.config.idle_s
 
@@ -148,9 +157,20 @@ class _Server(uvicorn.Server):
         """Start the application and listen."""
         assert sockets is not None
         self._app.start()
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        sockets[0].listen(_BACKLOG)
         host, port = sockets[0].getsockname()[:2]
         self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop; one line for all connections for which there is no file descriptor."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self._is_full:
+            self._is_full = True
+            log.warning("no more connections (%s): others wait; raise the limit (ulimit -n)", error.strerror)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop uvicorn, then the engine."""
