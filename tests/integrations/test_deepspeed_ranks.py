@@ -1,6 +1,8 @@
 """The DeepSpeed door on two ranks without DeepSpeed: slices of experts, and files of ranks before the experts are
 spread."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +91,8 @@ def gradients(kind, way):
     moe.requires_grad_(way != "thawed")
     moe.set_deepspeed_parallelism()
     moe.requires_grad_(True)
+    if way == "deepcopy":
+        moe = copy.deepcopy(moe)
     if way == "assign":
         moe.load_state_dict({name: value.clone() for name, value in moe.state_dict().items()}, assign=True)
     moe(tokens()[dist.get_rank()])[0].square().sum().backward()
@@ -96,7 +100,7 @@ def gradients(kind, way):
     return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("way", ["thawed", "assign"])
+@pytest.mark.parametrize("way", ["thawed", "assign", "deepcopy"])
 @pytest.mark.parametrize("kind", ["grouped", "modules"])
 def test_gradients_are_means_where_parameters_were_replaced_or_frozen(kind, way, two_ranks):
     moe = layer_of(kind)

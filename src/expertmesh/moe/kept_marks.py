@@ -25,16 +25,17 @@ def _marks(module: nn.Module) -> Marks:
     return {name: (type(p), dict(vars(p))) for name, p in module.named_parameters()}
 
 
-def _mark(module: nn.Module, marks: Marks) -> None:
-    """Give the module's parameters what they have not."""
+def _mark(module: nn.Module, marks: Marks, *, are_new: bool = False) -> None:
+    """Give the module's parameters what they have not; new ones have no hook."""
     for name, parameter in module.named_parameters():
         kind, attributes = marks.get(name, (Tensor, {}))
         if type(parameter) is nn.Parameter and issubclass(kind, nn.Parameter):
             parameter.__class__ = kind
-        for key in attributes.keys() - vars(parameter).keys():
+        missing = attributes.keys() - vars(parameter).keys()
+        for key in missing:
             setattr(parameter, key, attributes[key])
-            if key == _HOOK:
-                hook_gradient(parameter, attributes[key])
+        if _HOOK in (attributes if are_new else missing):
+            hook_gradient(parameter, attributes[_HOOK])
 
 
 @contextmanager
@@ -63,7 +64,7 @@ class KeptMarks(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__reduce_ex__(2)[2], memo))
-        _mark(made, _marks(self))
+        _mark(made, _marks(self), are_new=True)
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
