@@ -49,8 +49,8 @@ class GateOptions(RefusedAttributes, SimpleNamespace):
     refused = _TIMED | {"ep_group": "read deepspeed_moe.ep_group"}
 
 
-class DeepSpeedExperts(RefusedAttributes, GroupedExperts):
-    """Grouped experts."""
+class RefusingGrouped(RefusedAttributes, GroupedExperts):
+    """Grouped experts whose attributes that DeepSpeed alone has say what to use instead."""
 
     refused = {
         "deepspeed_experts": "weights of all experts are in `w_in`, `w_out`, `b_in` and `b_out`, whose first "
@@ -220,7 +220,7 @@ class MoE(nn.Module):
         """Give the experts the names that DeepSpeed has for their number and, where they are modules, their list."""
         self._layer.experts.num_local_experts = self.num_local_experts  # type: ignore[assignment]
         if self._mlp is not None:
-            self._layer.experts.__class__ = DeepSpeedExperts
+            self._layer.experts.__class__ = RefusingGrouped
         else:
             modules = [wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()]
             self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
