@@ -1,4 +1,4 @@
-"""What torch drops where it makes other parameters: attributes such as `allreduce`, the class, gradient hooks."""
+"""Attributes such as `allreduce`, classes and gradient hooks that parameters keep where torch makes others of them."""
 
 import copy
 from collections.abc import Callable, Iterator
