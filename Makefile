@@ -24,7 +24,7 @@ help:
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make test-versions  run the tests that concern them beside the oldest and the newest of what the package needs"
-	@echo "make test-parents  run Tutel's and DeepSpeed's own examples through our doors (PARENTS=folder with their checkouts)"
+	@echo "make test-parents  run Tutel's and DeepSpeed's own examples, and DeepSpeed's tests, through our doors (PARENTS=folder with their checkouts)"
 	@echo "make test-trl  run the tests of fine-tuning beside TRL and peft, installed into .venv-trl"
 	@echo "make finetune-peers  time and memory of fine-tuning beside TRL and peft (FOLDER=runs/finetune-peers)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"

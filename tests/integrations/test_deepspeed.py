@@ -9,6 +9,7 @@ from tests.support.plain_moe import assert_plain, plain_moe, plain_signature
 from torch import nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.integrations import deepspeed
 from expertmesh.integrations.deepspeed import MoE
 from expertmesh.moe.experts import ExpertList, GroupedExperts
 
@@ -79,6 +80,22 @@ def test_documented_semantics(make, k, training, tokens):
         normalize="none" if k == 1 else "kept",
     )
     assert_plain(*moe(x), expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("factor", [0.4, 1.0])
+def test_the_layer_and_the_gating_functions_keep_the_same(k, factor):
+    moe, x = build(k=k, capacity_factor=factor, min_capacity=1), torch.randn(22, D, dtype=torch.float64)
+    logits = x @ moe._layer.router.proj.weight.T
+    if k < 3:
+        options = {"use_rts": False} if k == 1 else {"top2_2nd_expert_sampling": False}
+        gating = deepspeed.top1gating if k == 1 else deepspeed.top2gating
+        l_aux, weights, mask, counts = gating(logits, factor, 1, **options)
+    else:
+        l_aux, weights, mask, counts = deepspeed.topkgating(logits, k, factor, 1)
+    rows = torch.einsum("sec,sd->ecd", mask.double(), x)
+    each = torch.stack([expert(row) for expert, row in zip(experts_of(moe, grouped_expert), rows, strict=True)])
+    assert_plain(*moe(x), (torch.einsum("sec,ecd->sd", weights, each).detach(), l_aux.detach(), counts))
 
 
 @pytest.mark.parametrize("k", [1, 2])

@@ -1,6 +1,8 @@
 """The DeepSpeed door on two ranks without DeepSpeed: slices of experts, and files of ranks before the experts are
 spread."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,3 +83,32 @@ def test_files_of_ranks_load_before_the_experts_are_spread(kind, two_ranks):
     moe = layer_of(kind)
     for rank, y in enumerate(two_ranks.run(from_a_file_of_the_rank, kind)):
         assert_close_fp64(y, moe(tokens()[rank])[0].detach(), what=kind)
+
+
+def gradients(kind, way):
+    """Gradients of this rank's experts, of a layer whose parameters others took the place of."""
+    moe = layer_of(kind, ep_size=2)
+    moe.requires_grad_(way != "thawed")
+    moe.set_deepspeed_parallelism()
+    moe.requires_grad_(True)
+    if way == "deepcopy":
+        moe = copy.deepcopy(moe)
+    if way == "assign":
+        moe.load_state_dict({name: value.clone() for name, value in moe.state_dict().items()}, assign=True)
+    moe(tokens()[dist.get_rank()])[0].square().sum().backward()
+    grads = {name: p.grad for name, p in moe.deepspeed_moe.experts.named_parameters()}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("way", ["thawed", "assign", "deepcopy"])
+@pytest.mark.parametrize("kind", ["grouped", "modules"])
+def test_gradients_are_means_where_parameters_were_replaced_or_frozen(kind, way, two_ranks):
+    moe = layer_of(kind)
+    (sum(moe(x)[0].square().sum() for x in tokens()) / 2).backward()
+    expected = {name: p.grad for name, p in moe.deepspeed_moe.experts.named_parameters()}
+    found = {}
+    for grads in two_ranks.run(gradients, kind, way):
+        found |= grads
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert_close_fp64(grad, expected[name], what=name)

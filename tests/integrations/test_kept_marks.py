@@ -33,12 +33,25 @@ LAYERS = {
         for name, experts in EXPERTS.items()
     },
 }
+
+
+def assigned(net, state=None, device="cpu"):
+    """The net after a state dict of other values has taken the place of its parameters."""
+    state = {n: v + 1 if v.is_floating_point() else v.clone() for n, v in (state or net.state_dict()).items()}
+    net.to(device).load_state_dict(state, assign=True)
+    found = net.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    return net
+
+
 WAYS = {
     "deepcopy": copy.deepcopy,
     "average": lambda net: torch.optim.swa_utils.AveragedModel(net).module,
     "meta": lambda net: net.to("meta"),
     "dtype": lambda net: net.to(torch.float64),
     "to_empty": lambda net: net.to_empty(device="cpu"),
+    "assign": assigned,
+    "assign to meta": lambda net: assigned(net, net.state_dict(), "meta"),
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integrations import test_parents
+from tests.integrations import test_parents, test_transformers_trainer_ranks
 from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -41,7 +41,7 @@ def tables():
 
 def rows_of(begin):
     (found,) = (rows for head, rows in tables().items() if head.startswith(begin))
-    return [row[0] for row in found]
+    return found
 
 
 def tokens():
@@ -252,12 +252,6 @@ def test_a_row_of_a_parent(table, row, number):
     run(rows[row][number])
 
 
-@pytest.mark.parametrize("table", RUNS)
-def test_every_row_of_a_parent_is_run(table):
-    for left in rows_of(table):
-        assert sum(left.startswith(row) for row in RUNS[table][0]) == 1, left
-
-
 def of_formula(options, *, activation, glu=False, normalize=False, shared=0):
     """MegaBlocks' layer in plain PyTorch, on the weights of a layer with our words; no expert has a bias there."""
     layer = (
@@ -416,14 +410,8 @@ def test_a_row_of_a_system_without_a_door(table, row, number):
     NO_DOOR[table][row][number]()
 
 
-@pytest.mark.parametrize("table", NO_DOOR)
-def test_every_row_of_a_system_without_a_door_is_run(table):
-    for left in rows_of(table):
-        assert sum(left.startswith(row) for row in NO_DOOR[table]) == 1, left
-
-
 def test_imports_of_the_page():
-    for _, right in (row for head, rows in tables().items() if head == "there" for row in rows):
+    for _, right in rows_of("there"):
         line = right.strip("`").replace("...", "has_moe_layers")
         if line.startswith("from"):
             exec(line, {})
@@ -434,23 +422,145 @@ def test_imports_of_the_page():
 NAMED = re.compile("`([A-Za-z_0-9]+(?:[.][a-z_]+)?)`")
 
 
-def test_names_of_tutel_are_what_the_page_says():
-    """What is refused is refused when it is asked for; the other names are there."""
-    for left, right in next(rows for head, rows in tables().items() if head == "name of Tutel"):
-        for name in NAMED.findall(left):
-            if name.isupper():
-                kinds = {"honoured": "HONOURED", "refused by name": "ENVIRONMENT"}
-                assert name in getattr(tutel.refused, kinds.get(right, "SPEED"))
-            elif "refused" in right and name != "launcher.run":
-                module, _, last = name.rpartition(".")
-                door = getattr(tutel, module) if module else tutel
-                with pytest.raises(ConfigError, match="has no counterpart"):
-                    getattr(door, last)
+def is_served(name):
+    module, _, last = name.rpartition(".")
+    doors = [getattr(tutel, module)] if module else [tutel, tutel.moe, tutel.net, tutel.system]
+    spec = f"{doors[0].__name__}.{last}"
+    return any(last in vars(door) for door in doors) or importlib.util.find_spec(spec) is not None
+
+
+def is_refused(name):
+    module, _, last = name.rpartition(".")
+    with pytest.raises(ConfigError, match="has no counterpart"):
+        getattr(getattr(tutel, module) if module else tutel, last)
+    return True
+
+
+def all_served(left, right):
+    assert all(is_served(name) for name in NAMED.findall(left))
+    _, _, without = right.partition("without")
+    assert all(is_refused(f"system.{name}") for name in NAMED.findall(without))
+
+
+def all_refused(left, right):
+    launcher = "launcher.run"  # a module, which refuses when it is run: see test_tutel_names.py
+    assert all(is_served(name) if name == launcher else is_refused(name) for name in NAMED.findall(left))
+
+
+def all_in(table):
+    def check(left, right):
+        assert NAMED.findall(left) and all(name in table for name in NAMED.findall(left))
+
+    return check
+
+
+def kind_of(gate=None, experts=None, **options):
+    gate = gate or {"type": "top", "k": 2}
+    experts = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H} | (experts or {})
+    return type(tutel.moe_layer(gate, D, experts, **options)._layer).__name__
+
+
+class Gate(nn.Module):
+    def __init__(self, model_dim, num_global_experts, **options):
+        super().__init__()
+        self.wg = nn.Linear(model_dim, num_global_experts)
+        self.top_k, self.capacity_factor, self.gate_noise = 2, 1.0, 0.0
+
+    def forward(self, x):
+        return self.wg(x)
+
+
+class Expert(nn.Module):
+    def __init__(self, model_dim, num_experts_per_device, sharded_count, **options):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(num_experts_per_device, 1, model_dim))
+
+    def forward(self, x, ctx):
+        return x * self.w
+
+
+def grouped(left, right):
+    for name in (None, nn.functional.gelu, nn.functional.silu):
+        assert kind_of(experts={"activation_fn": name}) == "MoELayer"
+
+
+def padded(left, right):
+    top = {"type": "top", "k": 2}
+    kinds = {
+        "custom": [
+            kind_of({"type": "custom", "module": Gate}),
+            kind_of(experts={"type": "custom", "module": Expert}),
+        ],
+        "several gates": [kind_of([top, top])],
+        "output_dim": [kind_of(experts={"output_dim": 3})],
+        "other activations": [kind_of(experts={"activation_fn": torch.sin})],
+        "is_postscore=False": [kind_of(is_postscore=False)],
+    }
+    for word, found in kinds.items():
+        assert word in left and set(found) == {"CustomLayer"}, word
+
+
+OF_TUTEL = {
+    "`moe_layer` with known activations": grouped,
+    "gates or experts of type `custom`": padded,
+    "`top_k_routing`": all_served,
+    "`get_topk_selection`": all_served,
+    "`net`'s collectives": all_served,
+    "`system`; ": all_served,
+    "`CAP_FACTOR`": all_in(tutel.refused.HONOURED),
+    "`SKIP_MOE`": all_in(tutel.refused.ENVIRONMENT),
+    "`FAST_CUMSUM`": all_in(tutel.refused.SPEED),
+    "`jit.create_cuda_kernel`": all_refused,
+}
+AUTOEP = {
+    "gradients and weights of one process": "test_weights_are_those_of_one_process",
+    "folders across `ep_size`": "test_experts_that_the_ranks_do_not_divide",
+    "ZeRO 2, ZeRO 3": "test_weights_are_those_of_one_process",
+    "optimizer states across topologies": None,
+}
+"""Our test of the row in test_transformers_trainer_ranks.py; None: not served."""
+
+
+def is_autoep(left, right):
+    (test,) = (test for row, test in AUTOEP.items() if left.startswith(row))
+    assert right.startswith("not served") if test is None else callable(getattr(test_transformers_trainer_ranks, test))
+
+
+OTHERS = {"name of Tutel": OF_TUTEL, "Cases of DeepSpeed's AutoEP": dict.fromkeys(AUTOEP, is_autoep)}
+"""Checks of a row, called with its left and right side, by the head of the table and the beginning of the row."""
+
+
+@pytest.mark.parametrize(("table", "row"), [(table, row) for table, rows in OTHERS.items() for row in rows])
+def test_a_row_of_names(table, row):
+    ((left, right),) = (cells for cells in rows_of(table) if cells[0].startswith(row))
+    OTHERS[table][row](left, right)
+
+
+EVERY = {table: rows for table, (rows, _) in RUNS.items()} | NO_DOOR | OTHERS
+
+
+@pytest.mark.parametrize("table", EVERY)
+def test_every_row_of_the_page_is_run(table):
+    lefts = [cells[0] for cells in rows_of(table)]
+    for left in lefts:
+        assert sum(left.startswith(row) for row in EVERY[table]) == 1, left
+    for row in EVERY[table]:
+        assert sum(left.startswith(row) for left in lefts) == 1, row
+
+
+def test_every_table_of_the_page_is_run():
+    own = ("there", "script", "Tests of MoE in DeepSpeed")
+    for head in tables():
+        assert sum(head.startswith(known) for known in (*EVERY, *own)) == 1, head
 
 
 def test_scripts_of_the_page_are_those_that_are_run():
-    told = {name for row in next(r for h, r in tables().items() if h == "script") for name in NAMED.findall(row[0])}
-    assert {name.split()[0] for name in test_parents.CASES} <= told
+    told = {name for left, *_ in rows_of("script") for name in NAMED.findall(left)}
+    assert {name.split()[0] for name in test_parents.CASES} == told
+
+
+def test_tests_of_deepspeed_of_the_page_are_those_that_are_run():
+    assert [left for left, _ in rows_of("Tests of MoE in DeepSpeed")] == list(test_parents.TESTS)
 
 
 def test_blocks_of_python_of_the_page_run():

@@ -187,7 +187,9 @@ def _assign(
                 # V-MoE, algorithm 2: by choice, then by the token's largest probability, of whichever expert
                 key = [(k, -_priority(routed, ids_TK, weights_TK, t, options)) for k, t in queue]
             elif options.drop_policy == "weight":
-                key = [(0, -weights_TK[t, k]) for k, t in queue]
+                after = inputs.weights_TK is None and _divides(options, ids_TK.shape[1]) == "kept"
+                ranked_TK = routed.raw_TK if after else weights_TK  # the division follows the drops
+                key = [(0, -ranked_TK[t, k]) for k, t in queue]
             elif options.drop_policy == "random":
                 assert inputs.keys_TK is not None or len(queue) <= limit, "random drops need keys"
                 drawn = inputs.keys_TK

@@ -32,7 +32,8 @@ def plain_moe(x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", nor
         k: experts per token.
         capacity: rows per expert; None: all.
         policy: who is served first: "first" (first choices in token order, then second ones), "priority" (the same with
-            tokens by their largest probability), "weight" (choices by weight, as normalised over all choices).
+            tokens by their largest probability), "weight" (choices by weight, undivided for
+            "kept").
         normalize: "none", "topk" or "kept".
         mask_T: True for tokens that count.
     """
@@ -42,7 +43,7 @@ def plain_moe(x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", nor
     ids = p_TE.topk(k, -1).indices.tolist()
     live = [t for t in range(T) if mask_T[t]]
     weight_TE = p_TE
-    if normalize != "none":
+    if normalize == "topk":
         weight_TE = p_TE / p_TE.topk(k, -1).values.sum(-1, keepdim=True)
     pairs = [(j, t) for j in range(k) for t in live]
     if policy == "priority":

@@ -8,6 +8,7 @@ from typing import Any
 
 from expertmesh.config.base import expanded
 from expertmesh.config.launched import launched_rank
+from expertmesh.config.no_counterpart import line
 from expertmesh.config.values import shown
 from expertmesh.errors import ConfigError, Line
 
@@ -104,7 +105,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _refuse(name: str, value: Any, way_out: str) -> None:
-    raise ConfigError(f"{name}={shown(value)} has no counterpart here; {way_out}")
+    raise ConfigError(line(f"{name}={shown(value)}", way_out))
 
 
 def _params(section: Mapping[str, Any], name: str) -> dict[str, Any]:

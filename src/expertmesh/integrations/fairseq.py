@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.no_counterpart import line
 from expertmesh.config.values import type_of
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import FirstOutput
@@ -58,10 +59,8 @@ class Top1Gate(_Gate):
     ) -> None:
         super().__init__(model_dim, num_experts, moe_eval_capacity_token_fraction, capacity_factor)
         if input_noise_type is not None:
-            raise ConfigError(
-                f"input_noise_type={input_noise_type!r}: has no counterpart; leave it out, or use "
-                "MoELayer(input_jitter=...)"
-            )
+            way_out = "leave it out, or use MoELayer(input_jitter=...)"
+            raise ConfigError(line(f"input_noise_type={input_noise_type!r}", way_out))
         self.options = {
             "normalize_weights": "none",
             "drop_policy": "first",

@@ -222,6 +222,7 @@ def assign(
     noise_key: Tensor,  # (2,) int64, for "random"
     token_index_T: Tensor,  # (T,) int64, for "random"
     layer_index: int,  # for "random"
+    ranked_TK: Tensor | None = None,  # (T, K), which "weight" ranks; None: the weights
 ) -> Routing:
     """Drop the rows of each expert and routing group that exceed C = max(min_capacity, ceil(K * T_g / E * factor)).
 
@@ -231,7 +232,8 @@ def assign(
     * first: all first choices in token order, then all second choices, ... (GShard).
     * priority: like first, with tokens in descending order of their largest score, or of their largest routing weight
       if the router gives no scores (batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2).
-    * weight: choices in descending order of routing weight (DeepSpeed's `probs`).
+    * weight: choices in descending order of routing weight, before division where that is over kept ones (DeepSpeed's
+      `probs`).
     * random: uniform over the queue (DeepSpeed's Random Token Selection).
 
     Ties are in the order of "first".
@@ -254,7 +256,8 @@ def assign(
     # the token's largest score over all experts, before weights are normalised
     scores_TE = routing.scores_TE if policy == "priority" else None
     priority_T = None if scores_TE is None else scores_TE.detach().amax(-1)
-    order = _queue_order(weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T)
+    ranked_TK = weights_TK if ranked_TK is None else ranked_TK
+    order = _queue_order(ranked_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T)
     position_KT = queue_positions(segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)).view(K, T)
     kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
     if renormalize:

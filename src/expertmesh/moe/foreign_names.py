@@ -1,11 +1,10 @@
 """State dicts in another system's layout: maps its tensors to parts of the tensors of a `MoELayer`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -35,7 +34,7 @@ def to_foreign(state: dict[str, Any], names: Sequence[ForeignName], *, prefix: s
 def from_foreign(
     state: dict[str, Any],
     names: Sequence[ForeignName],  # one entry for each tensor of the other system
-    module: nn.Module,  # the layer; its shapes and dtypes are read. Parts without an entry in `names` are zero.
+    module: nn.Module,  # the layer; its shapes are read. Parts without an entry in `names` are zero.
     *,
     prefix: str,  # the prefix of the module's names in the state dict
     own_prefix: str,  # the prefix of our tensors' names, after `prefix`
@@ -53,7 +52,13 @@ def from_foreign(
         if value is None:
             problems.append(f"{prefix + name.theirs} is missing; all of the layer's tensors must be there")
             continue
-        whole = state.setdefault(prefix + own_prefix + name.ours, torch.zeros_like(own[name.ours]))
+        if not isinstance(value, Tensor):
+            problems.append(f"{prefix + name.theirs} is a {type(value).__name__}; it must be a tensor")
+            continue
+        whole = state.get(prefix + own_prefix + name.ours)
+        if whole is None:  # in the dtype and on the device of the values, for load_state_dict(assign=True)
+            whole = value.new_zeros(own[name.ours].shape)
+            state[prefix + own_prefix + name.ours] = whole
         part = whole[name.part]
         part = part.mT if name.transposed else part
         if part.shape != value.shape:
@@ -62,7 +67,7 @@ def from_foreign(
                 f"of {name.ours}"
             )
             continue
-        part.copy_(value)
+        part.copy_(value.detach())
     return problems
 
 
@@ -87,18 +92,3 @@ def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *o
     if problems or fits != given & own.keys() or (strict and given != own.keys()):
         for name in fits:
             state[name] = own[name]
-
-
-class RefusedAttributes:
-    """Mixin for a door's class: attributes of the other system's class that it has not say what to use instead."""
-
-    refused: ClassVar[Mapping[str, str]] = {}  # the way out, by the name of the attribute
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError with the way out."""
-        if (fix := type(self).refused.get(name)) is not None:
-            raise AttributeError(f"{name}: has no counterpart here; {fix}")
-        found = getattr(super(), "__getattr__", None)  # torch's, of modules
-        if found is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return found(name)

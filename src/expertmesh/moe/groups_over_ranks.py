@@ -83,6 +83,7 @@ def assign_shared(
     renormalize: bool,
     token_mask_T: Tensor | None,
     token_index_T: Tensor,
+    ranked_TK: Tensor | None = None,
     **rest: Any,
 ) -> Routing:
     """Apply `assign` to the whole call, and return the result for this process's tokens."""
@@ -98,6 +99,7 @@ def assign_shared(
         renormalize=False,
         token_mask_T=groups.gather_mask(token_mask_T),
         token_index_T=groups.gather(token_index_T),
+        ranked_TK=None if ranked_TK is None else groups.gather(ranked_TK),
         **rest,
     )
     ids_TK = everyone.expert_ids_TK[groups.place_T]

@@ -91,7 +91,8 @@ class MoELayer(ConstantBuffers):
         drop_policy: order in which choices get an expert's capacity: "first" (all first choices in token order, then
             all second ones), "priority" (the same with tokens in order of their largest probability: batch-prioritised
             routing; of their largest routing weight where the router has no probabilities, "hash"), "weight" (choices
-            by routing weight) or "random" (in training; "first" in evaluation). Ties are in the order of "first".
+            by routing weight; of `normalize_weights="kept"` before the division) or "random" (in training; "first" in
+            evaluation). Ties are in the order of "first".
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.

@@ -25,6 +25,7 @@ from expertmesh.moe.routing_noise import (
     random_bits,
     uniform,
 )
+from expertmesh.moe.selection import scores_of, weights_at
 from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.ops.check import check_tensors
 from expertmesh.ops.op_set import OpSet
@@ -79,10 +80,21 @@ class LayerCall:
             stream=stream,
         )
 
+    def _before_division(self, routing: Routing) -> Tensor | None:
+        """(T, K) weights of the choices before they are divided by their sum, where that follows the drops; else
+        None."""
+        given = None if self.routing is None else self.routing.weights_TK
+        if self.options.normalize_weights != "kept" or routing.logits_TE is None or given is not None:
+            return None
+        how: dict[str, Any] = {"options": self.options, "arithmetic": self.arithmetic}
+        logits_TE = routing.logits_TE.detach()
+        return weights_at(logits_TE, scores_of(logits_TE, **how), routing.expert_ids_TK, normalize=False, **how)
+
     def kept(self, routing: Routing) -> Routing:
         """Apply the capacity and the output masking to the choices. Expert-choice routing has applied its own
         capacity."""
         options, factor = self.options, self.drop_factor
+        policy = drop_policy(options, training=self.training)
         if factor is None:
             zero = torch.zeros((), dtype=torch.int64, device=routing.expert_ids_TK.device)
             routing = replace(routing, num_dropped=zero)
@@ -93,7 +105,8 @@ class LayerCall:
                 num_experts=options.num_experts,
                 factor=factor,
                 min_capacity=options.min_capacity,
-                policy=drop_policy(options, training=self.training),
+                policy=policy,
+                ranked_TK=self._before_division(routing) if policy == "weight" else None,
                 group_size=options.routing_group_size,
                 renormalize=options.normalize_weights == "kept",
                 token_mask_T=self.token_mask_T,

@@ -3,9 +3,7 @@
 Change `from deepspeed.moe.layer import MoE` and `from deepspeed.moe.utils import ...` to imports from here.
 """
 
-from typing import NoReturn
-
-from expertmesh.errors import ConfigError
+from expertmesh.config.no_counterpart import refusing
 from expertmesh.integrations.deepspeed.door import MoE
 from expertmesh.integrations.deepspeed.expert_files import load_expert_files, save_expert_files
 from expertmesh.integrations.deepspeed.gating import (
@@ -47,31 +45,19 @@ __all__ = [
     "topkgating",
 ]
 
-_TENSOR = "use tensor parallelism of expertmesh.parallelize"
 REFUSED = {
-    "MOELayer": "use MoE, or expertmesh.MoELayer",
-    "Experts": "give `expert` to MoE, or `experts` to expertmesh.MoELayer",
-    "gather_tokens": _TENSOR,
-    "drop_tokens": _TENSOR,
+    f"deepspeed.moe.{name}": way_out
+    for way_out, names in {
+        "use MoE, or expertmesh.MoELayer": "MOELayer",
+        "give `expert` to MoE, or `experts` to expertmesh.MoELayer": "Experts",
+        "use tensor parallelism of expertmesh.parallelize": "gather_tokens drop_tokens",
+        "import its names from here": "layer utils sharded_moe experts mappings",
+        "spread a model of transformers with DistributedConfig(ep_implementation='expertmesh')": "ep_count ep_experts "
+        "ep_kernels ep_repack ep_router ep_tp_dispatch fused_expert_layout",
+    }.items()
+    for name in names.split()
 }
-REFUSED |= dict.fromkeys(["layer", "utils", "sharded_moe", "experts", "mappings"], "import its names from here")
-REFUSED |= dict.fromkeys(
-    [
-        "ep_count",
-        "ep_experts",
-        "ep_kernels",
-        "ep_repack",
-        "ep_router",
-        "ep_tp_dispatch",
-        "fused_expert_layout",
-    ],
-    "spread a model of transformers with DistributedConfig(ep_implementation='expertmesh')",
-)
 """Names of `deepspeed.moe` and its modules without a counterpart, with the way out. A module stands for all that is in
 it."""
 
-
-def __getattr__(name: str) -> NoReturn:
-    if name in REFUSED:
-        raise ConfigError(f"deepspeed.moe's {name} has no counterpart here; {REFUSED[name]}")
-    raise AttributeError(f"the door of deepspeed.moe has no attribute {name!r}")
+__getattr__ = refusing("deepspeed.moe", REFUSED)

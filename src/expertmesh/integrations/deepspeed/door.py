@@ -13,6 +13,7 @@ follows the documentation:
 
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.moe_rules import DropPolicy, RouterNoise
+from expertmesh.config.no_counterpart import RefusedAttributes
 from expertmesh.config.values import check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed.rules import check_arguments, check_used
-from expertmesh.moe.experts import FirstOutput
-from expertmesh.moe.foreign_names import ForeignName, RefusedAttributes, from_foreign, keep_where_refused, to_foreign
-from expertmesh.moe.kept_marks import KeptMarks
+from expertmesh.moe.experts import FirstOutput, GroupedExperts
+from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
+from expertmesh.moe.kept_marks import KeptMarks, hook_gradient
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import MatchedMLP, match_mlp
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -45,6 +47,15 @@ class GateOptions(RefusedAttributes, SimpleNamespace):
     """Options that a layer routes by, under the names that DeepSpeed's gate has, with the linear map `wg`."""
 
     refused = _TIMED | {"ep_group": "read deepspeed_moe.ep_group"}
+
+
+class RefusingGrouped(RefusedAttributes, GroupedExperts):
+    """Grouped experts whose attributes that DeepSpeed alone has say what to use instead."""
+
+    refused = {
+        "deepspeed_experts": "weights of all experts are in `w_in`, `w_out`, `b_in` and `b_out`, whose first "
+        "dimension counts experts; give MoE a module of another form to have modules"
+    }
 
 
 class DeepSpeedLayer(KeptMarks, RefusedAttributes, MoELayer):
@@ -208,7 +219,9 @@ class MoE(nn.Module):
     def _name_modules(self) -> None:
         """Give the experts the names that DeepSpeed has for their number and, where they are modules, their list."""
         self._layer.experts.num_local_experts = self.num_local_experts  # type: ignore[assignment]
-        if self._mlp is None:
+        if self._mlp is not None:
+            self._layer.experts.__class__ = RefusingGrouped
+        else:
             modules = [wrapper.get_submodule("expert") for wrapper in self._layer.experts.children()]
             self._layer.experts.deepspeed_experts = modules  # type: ignore[assignment]
 
@@ -271,8 +284,8 @@ class MoE(nn.Module):
         self._name_modules()
         for parameter in self._layer.experts.parameters():
             self._tag(parameter)
-            if not has_engine and parameter.requires_grad:
-                parameter.register_hook(lambda grad: grad / world.size)
+            if not has_engine:
+                hook_gradient(parameter, partial(torch.div, other=world.size))
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Route every token through its experts.

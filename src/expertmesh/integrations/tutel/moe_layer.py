@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
+from expertmesh.config.no_counterpart import RefusedAttributes, line
 from expertmesh.config.values import check_choice, check_type
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import net
@@ -32,7 +33,7 @@ from expertmesh.integrations.tutel.padded import rows_per_expert, unbiased
 from expertmesh.integrations.tutel.refused import refuse_switches
 from expertmesh.integrations.tutel.rules import check_count, check_numbers, check_tokens
 from expertmesh.integrations.tutel.state_names import to_ours, to_theirs
-from expertmesh.moe.foreign_names import RefusedAttributes, keep_where_refused
+from expertmesh.moe.foreign_names import keep_where_refused
 from expertmesh.moe.kept_marks import KeptMarks
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.match_mlp import match_activation
@@ -508,6 +509,4 @@ def _grouped(
 
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(set(given) - known - {"type"}):
-        raise ConfigError(
-            f"{what} has {unknown[0]!r}, which has no counterpart here; known are {', '.join(sorted(known))}"
-        )
+        raise ConfigError(line(f"{what} has {unknown[0]!r}, which", f"known are {', '.join(sorted(known))}"))

@@ -1,9 +1,9 @@
 """Tutel's names that have no counterpart here: one table, with what to use instead."""
 
 import os
-from collections.abc import Callable
-from typing import NoReturn
+from functools import partial
 
+from expertmesh.config import no_counterpart
 from expertmesh.errors import ConfigError
 
 REFUSED = {
@@ -49,16 +49,8 @@ ENVIRONMENT = {
 """Tutel's switches that would change what the layer computes, with the way out."""
 
 
-def refusing(module: str) -> Callable[[str], NoReturn]:
-    """`__getattr__` of the door's module that stands for a module of Tutel."""
-
-    def missing(name: str) -> NoReturn:
-        full = f"{module}.{name}"
-        if full in REFUSED:
-            raise ConfigError(f"{full} has no counterpart here; {REFUSED[full]}")
-        raise AttributeError(f"module {module!r} of the door has no attribute {name!r}")
-
-    return missing
+refusing = partial(no_counterpart.refusing, refused=REFUSED)
+"""`__getattr__` of the door's module that stands for a module of Tutel."""
 
 
 def refuse_switches() -> None:

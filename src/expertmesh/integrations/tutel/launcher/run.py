@@ -1,10 +1,11 @@
 """Stands for `tutel.launcher.run`, which started ranks under mpiexec: it says what to call instead."""
 
+from expertmesh.config.no_counterpart import line
 from expertmesh.errors import ConfigError
 
-WAY_OUT = (
-    "tutel.launcher.run has no counterpart here; start the script with torchrun --nproc-per-node N [--nnodes M "
-    "--node-rank R --master-addr HOST]"
+WAY_OUT = line(
+    "tutel.launcher.run",
+    "start the script with torchrun --nproc-per-node N [--nnodes M --node-rank R --master-addr HOST]",
 )
 
 
