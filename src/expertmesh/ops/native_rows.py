@@ -86,7 +86,7 @@ def _kernels() -> Kernels:
 def _run(operation: Operation, x: Tensor, y: Tensor, **given: Any) -> Tensor:
     """Write the operation on contiguous rows (..., N) to y, and return it."""
     x_R11N = x.contiguous().view(-1, 1, 1, x.shape[-1]) if x.numel() else x.new_empty(0, 1, 1, 1)
-    _kernels().rows(RowsCall.of(operation, x_R11N, y, **given))
+    _kernels().rows(RowsCall.of(operation, x_R11N, y, **given), x_R11N, y, *given.values())
     return y
 
 
@@ -102,7 +102,7 @@ def _norm_and_rope(x_TXYd: Tensor, weight: Tensor | None, eps: float, cos: Tenso
     cos, sin = (t.reshape(-1, d // 2).contiguous() for t in (cos, sin))
     weight = None if weight is None else weight.contiguous()
     call = RowsCall.of("rms_norm", x_TXYd, y_THd, weight=weight, eps=eps, cos=cos, sin=sin)
-    _kernels().rows(call)
+    _kernels().rows(call, x_TXYd, y_THd, weight, cos, sin)
     return y_THd
 
 
