@@ -1,4 +1,4 @@
-"""Steps of a few tokens that are recorded, one for each shape, and replayed: the model's own bits without its Python."""
+"""Steps of few tokens that are recorded, one for each shape, and replayed: the model's own bits without its Python."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -31,7 +31,7 @@ TIMES_BEFORE = 2
 """Steps of a shape up to the one that is recorded."""
 
 _log = logging.getLogger("expertmesh.engine")
-_Kind = tuple[int, ...]
+_Kind = tuple[int | None, ...]
 
 
 @dataclass
@@ -116,13 +116,12 @@ class RecordedSteps:
             self._gives_up(str(error))
             return None
         if recording.num_bytes > MOST_BYTES:
-            self._too_many = min(self._too_many, kind[0])
+            self._too_many = min(self._too_many, len(step.ids_T))
             return found
         self._recorded[kind] = _Recorded(words, recording, found)
         while sum(one.recording.num_bytes for one in self._recorded.values()) > ALL_BYTES:
             self._recorded.popitem(last=False)
         return found
-
 
     def _gives_up(self, problem: str) -> None:
         self.problem = problem

@@ -23,7 +23,7 @@ _EMPTY = frozenset({_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_
 _CONSTANT = frozenset({_aten.new_zeros, _aten.zeros_like, _aten.new_ones, _aten.ones_like, _aten.new_full})
 """Operators of a tensor whose results do not depend on its values."""
 _CASTS = frozenset({_aten._to_copy, _aten.clone})
-_READING = frozenset({_aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.is_nonzero, _aten.masked_select})
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READERS = frozenset(
     getattr(Tensor, name)
     for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
@@ -169,6 +169,13 @@ def _into(operator: Any) -> Any:
     return None
 
 
+def _reads(operator: Any, given: list[Any]) -> bool:
+    """Whether an operator that may read values does so: indices of numbers have a known size."""
+    if operator.overloadpacket is not _aten.index:
+        return True
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+
+
 class _Operators(TorchDispatchMode):
     """Notes operators."""
 
@@ -179,9 +186,9 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket in _READING:
-            raise UnrecordableError(f"the host reads the values of {func}")
         given = kwargs or {}
+        if _READING & set(func.tags) and _reads(func, tree_leaves((args, given))):
+            raise UnrecordableError(f"the host reads a tensor by {func}")
         with noting(None):
             results = func(*args, **given)
         self._noted.append(_Operator(func, args, given, results))

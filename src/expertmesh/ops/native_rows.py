@@ -4,7 +4,6 @@ rows.
 Sums are FP32. Differentiable any number of times; gradients are PyTorch's ordinary sums.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -179,10 +178,3 @@ _row_sum_operator = cpu_operator(
     backward=lambda ctx, grad: grad.expand(ctx.shape),
     save=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
 )
-DIRECT: dict[Any, Callable[..., Any]] = {
-    _rms_norm_operator: _rms_norm,
-    _norm_and_rope_operator: _norm_and_rope,
-    _softmax_operator: _softmax,
-    _row_sum_operator: _row_sum,
-}
-"""Functions of the operators, whose calls cost less."""
