@@ -371,7 +371,7 @@ def test_names_and_engines_that_take_none(folders):
 
 @can_compile
 def test_steps_with_adapters_are_not_compiled(folders):
-    with pytest.raises(ConfigError, match="steps with adapters are not compiled"):
+    with pytest.raises(ConfigError, match="steps with adapters are not recorded"):
         Engine(gpt(torch.float32), adapters=folders, compile=True)
 
 

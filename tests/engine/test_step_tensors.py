@@ -72,7 +72,7 @@ class _Ruled:
 
 def operators_of_decoding(model, batch, params, *, rule=None):
     """Numbers of operators of the steps in which each of `batch` sequences computes one token."""
-    engine, found = Engine(model, max_sequences=64, token_budget=512, block_size=4), []
+    engine, found = Engine(model, max_sequences=64, token_budget=512, block_size=4, compile=False), []
     run = engine._runner.run
 
     def counted(step):

@@ -69,7 +69,7 @@ def traced(options, num, *, target="sm_90"):
     params = [SamplingParams(temperature=0.7, top_p=0.9)]
     drawing = SamplingNumbers.of(params, seeds=[1], answers=[0], positions=[9], num_rows=num)
     batch = StepBatch((BatchChunk([4], 8, [1, 0]),), (0,))
-    padding = Padding(num, 64, 1024)
+    padding = Padding(64, num, 1024)
     step = step_tensors(batch, 16, META, drawing=drawing, padding=padding)
     with ExitStack() as stack:
         for module in (backend, paged_triton):

@@ -75,8 +75,8 @@ class EngineConfig(DecodingConfig):
     A model given as a module needs batch_invariant in its config.
     """
     compile: bool | None = None
-    """Whether decoding steps are captured as CUDA graphs (GPU), or compiled in the background with bitwise equal
-    results (CPU); none: where supported on a GPU, for large models on a CPU."""
+    """Whether decoding steps are captured as CUDA graphs (GPU), or recorded and replayed with bitwise equal results
+    (CPU); none: where supported."""
     expert_fetch_ahead: bool | None = None
     """Whether likely experts of the next layer are loaded while a layer computes, with expert_slots; none: yes, except
     on a CPU."""

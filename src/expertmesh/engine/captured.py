@@ -132,7 +132,7 @@ class CapturedSteps:
         blocks = max(one.start // self._block_size + 1 for one in batch.chunks)
         place = bisect_left(self._widths, blocks)
         size = self._sizes[bisect_left(self._sizes, num)]
-        return Padding(size, self._widths[place], self._spare_slot)
+        return Padding(self._widths[place], size, self._spare_slot)
 
     def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: the step is not padded."""
@@ -150,7 +150,7 @@ class CapturedSteps:
     @torch.no_grad()
     def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Capture every kind of step."""
-        pads = [Padding(n, w, self._spare_slot) for n, w in product(self._sizes, self._widths)]
+        pads = [Padding(w, n, self._spare_slot) for n, w in product(self._sizes, self._widths)]
         # the largest first: the others find their memory in its pool
         kinds = [(pad, *one) for one in reversed(_SAMPLINGS) for pad in reversed(pads)]
         self._capture([kind for kind in kinds if kind not in self._captured], forward)

@@ -184,8 +184,7 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Compile or capture now what is otherwise prepared meanwhile (`compile` in `EngineConfig`), and wait; else do
-        nothing."""
+        """Capture all kinds of decode steps now, on a GPU (`compile` in `EngineConfig`); else do nothing."""
         self._runner.warm_up()
 
     @property
@@ -232,7 +231,7 @@ class Engine:
 
         Adapters are W + s B A on matrices of attention, dense layers, shared and routed experts, saved by peft for a
         model of transformers or for `ExpertMeshForCausalLM`, or by `expertmesh.integrations.peft.save_adapters`. Steps
-        are uncompiled from now on.
+        are not recorded from now on.
 
         Args:
             name: unique name.

@@ -48,7 +48,7 @@ class FasterForward(Protocol):
         """Results of a step; None: `forward`, the model, computes this step."""
 
     def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
-        """Prepare every kind of step, and wait."""
+        """Prepare every kind of step that can be, and wait."""
 
 
 FASTER: list[Callable[[Any, EngineConfig], FasterForward | None]] = []

@@ -56,7 +56,7 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
         fits = is_whole and not config.enable_eplb
     problem = None
     if config.compile:
-        problem = "compile=True: steps with adapters are not compiled; leave one of them out"
+        problem = "compile=True: steps with adapters are not recorded; leave one of them out"
     elif not hasattr(model, "spec"):
         problem = (
             f"adapters on {type_of(model)} are not served, only on a GPT of ours; open the folder without"

@@ -96,7 +96,7 @@ class Runner:
         with self._adapted(batch):
             found = None if self.faster is None else self.faster(step, self._context(step), self._forward)  # fmt: skip
             found = self._forward(step) if found is None else found
-        if padding is not None:
+        if padding is not None and padding.num is not None:
             found = found.first(len(batch.rows))
         self._count(found.ids_of_layers)
         return found, step

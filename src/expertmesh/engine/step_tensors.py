@@ -35,11 +35,12 @@ class StepBatch:
 
 
 class Padding(NamedTuple):
-    """Sizes to which a step of one token of each sequence is padded, so that equal shapes are replayed."""
+    """Sizes to which a step is padded, so that equal shapes are replayed."""
 
-    num: int  # sequences, which is also the number of tokens and rows
     width: int  # blocks in the block table of a sequence
-    spare_slot: int  # cache slot that the padding's keys and values are written to
+    # sequences of one token each, which is also the number of tokens and rows; None: no sequence is added
+    num: int | None = None
+    spare_slot: int = 0  # cache slot that the keys and values of added sequences are written to
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class StepTensors:
     @property
     def token_mask(self) -> Tensor | None:
         """(T,) bool, False for padding; None: there is none."""
-        return None if self.padding is None else self.keys.num_keys_B > 0
+        return None if self.padding is None or self.padding.num is None else self.keys.num_keys_B > 0
 
     def on(self, words: Tensor) -> "StepTensors":
         """Tensors of this step in another buffer of the same size."""
@@ -105,7 +106,8 @@ def step_tensors(
     """Tensors of a step, copied to the device at once.
 
     Args:
-        padding: sizes to which the step is padded; every chunk has one token, which is a row; there may be none.
+        padding: sizes to which the step is padded; where sequences are added, every chunk has one token, which is a
+            row, and there may be no chunk.
     """
     chunks = batch.chunks
     stops = [one.start + len(one.ids) for one in chunks]
@@ -121,7 +123,7 @@ def step_tensors(
         pages = one.blocks[:width]
         table.extend(pages)
         table.extend([0] * (width - len(pages)))
-    if padding is not None:
+    if padding is not None and padding.num is not None:
         num = padding.num - len(chunks)
         zeros = array(WHOLE, bytes(8 * num))
         for part in (ids, positions, stops):

@@ -76,5 +76,3 @@ _head_linear_operator = cpu_operator(
     _head_linear,
     lambda x_THn, w_Hmn: x_THn.new_empty(x_THn.shape[0], *w_Hmn.shape[:2]),
 )
-DIRECT = {_head_linear_operator: _head_linear}
-"""Functions of the operators, whose calls cost less."""

@@ -4,7 +4,6 @@ rows.
 Sums are FP32. Differentiable any number of times; gradients are PyTorch's ordinary sums.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def _kernels() -> Kernels:
 def _run(operation: Operation, x: Tensor, y: Tensor, **given: Any) -> Tensor:
     """Write the operation on contiguous rows (..., N) to y, and return it."""
     x_R11N = x.contiguous().view(-1, 1, 1, x.shape[-1]) if x.numel() else x.new_empty(0, 1, 1, 1)
-    _kernels().rows(RowsCall.of(operation, x_R11N, y, **given))
+    _kernels().rows(RowsCall.of(operation, x_R11N, y, **given), x_R11N, y, *given.values())
     return y
 
 
@@ -102,7 +101,7 @@ def _norm_and_rope(x_TXYd: Tensor, weight: Tensor | None, eps: float, cos: Tenso
     cos, sin = (t.reshape(-1, d // 2).contiguous() for t in (cos, sin))
     weight = None if weight is None else weight.contiguous()
     call = RowsCall.of("rms_norm", x_TXYd, y_THd, weight=weight, eps=eps, cos=cos, sin=sin)
-    _kernels().rows(call)
+    _kernels().rows(call, x_TXYd, y_THd, weight, cos, sin)
     return y_THd
 
 
@@ -179,10 +178,3 @@ _row_sum_operator = cpu_operator(
     backward=lambda ctx, grad: grad.expand(ctx.shape),
     save=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
 )
-DIRECT: dict[Any, Callable[..., Any]] = {
-    _rms_norm_operator: _rms_norm,
-    _norm_and_rope_operator: _norm_and_rope,
-    _softmax_operator: _softmax,
-    _row_sum_operator: _row_sum,
-}
-"""Functions of the operators, whose calls cost less."""

@@ -271,5 +271,3 @@ DEFAULT_OPS = replace(
     },
 )
 """Fastest implementations in evaluation; results of a row may depend on the batch."""
-STEP_OPS = replace(DEFAULT_OPS, **{name: getattr(BATCH_INVARIANT_OPS, name) for name in _ROWS})
-"""The operators of `DEFAULT_OPS` as a trace sees them, which has no numbers; products are told apart when it runs."""

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
+from expertmesh.kernels.cpu.noted import is_noting
+
 _LIBRARY = torch.library.Library("expertmesh", "FRAGMENT")
 
 
@@ -52,12 +54,12 @@ def _is_direct(*tensors: Tensor | None) -> bool:
     if not is_plain(*tensors):  # first: a compiler breaks at what is below
         return False
     # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
-    return not torch._C._len_torch_dispatch_stack() and not get_interpreter_stack()
+    return torch._C._len_torch_dispatch_stack() == is_noting() and not get_interpreter_stack()
 
 
 def can_look_at(tensor: Tensor) -> bool:
     """Whether the host can read the values of a tensor without a device synchronisation or a graph break."""
-    return _is_direct(tensor) and tensor.numel() > 0
+    return _is_direct(tensor) and tensor.numel() > 0 and not is_noting()
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:

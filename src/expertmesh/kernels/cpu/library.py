@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from expertmesh.kernels.cpu.attention_call import AttentionCall
 from expertmesh.kernels.cpu.build import BuildError, built
 from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
+from expertmesh.kernels.cpu.noted import call
 from expertmesh.kernels.cpu.rows_call import RowsCall
 
 _log = logging.getLogger("expertmesh.ops")
@@ -219,7 +221,8 @@ class Kernels:
         """
         y_TD = torch.empty_like(x_TD)
         hidden = 0 if hidden_RH is None else hidden_RH.data_ptr()
-        least, most = self._run(w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner)
+        given = w_in.words(), w_out.words(), x_TD, y_TD, hidden, ids_TK, weights_TK, num_experts, inner
+        least, most = self._run(*given, w_in, w_out, hidden_RH)
         return y_TD, least, most
 
     def linear(self, x_TK: Tensor, w_ENK: Tensor, b_EN: Tensor | None, ids_T1: Tensor | None = None) -> Tensor:
@@ -233,19 +236,19 @@ class Kernels:
         y_TN = x_TK.new_empty(T, N)
         w_out = ExpertMatrices(w_ENK[:, None], None, None if b_EN is None else b_EN[:, None])
         ids_T1 = torch.zeros(T, 1, dtype=torch.int64) if ids_T1 is None else ids_T1
-        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, torch.ones(T, 1), E, "relu")
+        self._run(_of_columns(K), w_out.words(), x_TK, y_TN, 0, ids_T1, torch.ones(T, 1), E, "relu", w_out)
         return y_TN
 
-    def attention(self, call: AttentionCall) -> None:
-        """Compute a call."""
-        call.num_threads = num_threads()
-        if self._attention(ctypes.addressof(call)) == -2:
+    def attention(self, given: AttentionCall, *tensors: Tensor | None) -> None:
+        """Compute a call on these tensors."""
+        given.num_threads = num_threads()
+        if call(self._attention, given, *tensors) == -2:
             raise MemoryError("no memory for a block of keys")
 
-    def rows(self, call: RowsCall) -> None:
-        """Compute a call."""
-        call.num_threads = num_threads()
-        self._rows(ctypes.addressof(call))
+    def rows(self, given: RowsCall, *tensors: Tensor | None) -> None:
+        """Compute a call on these tensors."""
+        given.num_threads = num_threads()
+        call(self._rows, given, *tensors)
 
     def _run(
         self,
@@ -258,8 +261,9 @@ class Kernels:
         weights_TK: Tensor,
         num_experts: int,
         inner: str,
+        *kept: Any,
     ) -> tuple[int, int]:
-        """Call the kernels; the least and the largest id."""
+        """Call the kernels, on matrices and other tensors that are `kept`; the least and the largest id."""
         words = _Words(
             *w_in,
             *w_out,
@@ -276,6 +280,7 @@ class Kernels:
             0,
             0,
         )
-        if self._experts(ctypes.addressof(words)) == -2:
+        tensors = x_TD, y_TD, ids_TK, weights_TK, *kept
+        if call(self._experts, words, *tensors) == -2:
             raise MemoryError("no memory for the experts' rows")
         return words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]

@@ -76,7 +76,7 @@ def attention(
     y_THd = q_THd.new_empty(*q_THd.shape[:2], v_NShd.shape[3])
     if mask_BSP is not None and mask_BSP.stride(-1) != 1:
         mask_BSP = mask_BSP.contiguous()
-    call, _kept = AttentionCall.of(
+    call, tensors = AttentionCall.of(
         q_THd,
         k_NShd,
         v_NShd,
@@ -91,7 +91,7 @@ def attention(
         chunk=chunk,
         softcap=softcap,
     )
-    kernels.attention(call)
+    kernels.attention(call, *tensors)
     return y_THd
 
 

@@ -256,5 +256,3 @@ _operator = cpu_operator(
     _of_tensors,
     lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
 )
-DIRECT = {_operator: _of_tensors}
-"""Functions of the operators, whose calls cost less."""

@@ -496,14 +496,3 @@ def activate(h_RGF: Tensor, inner: str) -> Tensor:
         act = gate.clamp_min(0)
         act = act * act if inner == "relu2" else act
     return act if h_RGF.shape[1] == 1 else act * second_branch(h_RGF[:, 1], inner)
-
-
-DIRECT = {
-    operator._opoverload: run
-    for operator, run in (
-        (_linear, plain_linear),
-        (_pointwise, _plain_pointwise),
-        (_row_sum, _plain_row_sum),
-    )
-}
-"""Functions of the operators, whose calls cost less."""

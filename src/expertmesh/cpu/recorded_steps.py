@@ -1,0 +1,169 @@
+"""Steps of few tokens that are recorded, one for each shape, and replayed: the model's own bits without its Python."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.engine import EngineConfig
+from expertmesh.cpu.recording import Recording, UnrecordableError
+from expertmesh.engine.faster_forward import Computed
+from expertmesh.engine.request_adapters import detach_collected
+from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors
+from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.library import loaded, num_threads
+from expertmesh.models.decoder import LanguageModel
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.dtypes import autocast_dtype
+
+MOST_TOKENS = 64
+"""Largest number of tokens of a step that is recorded; of more, Python's time is a small part (docs/log.md)."""
+MOST_BYTES = 1 << 24
+"""Most memory of one recorded step; larger ones gain nothing."""
+ALL_BYTES = 1 << 28
+"""Most memory of all recorded steps; the one that has not been used for longest goes."""
+TIMES_BEFORE = 2
+"""Steps of a shape up to the one that is recorded."""
+
+_log = logging.getLogger("expertmesh.engine")
+_Kind = tuple[int | None, ...]
+
+
+@dataclass
+class _Recorded:
+    """A recorded step with its input and its outputs."""
+
+    words: Tensor
+    recording: Recording
+    found: Computed
+    is_checked: bool = False  # whether a replay, with other numbers than were recorded, was the model's
+
+    def __call__(self, step: StepTensors) -> Computed:
+        self.words.copy_(step.words)
+        self.recording.replay()
+        return self.found
+
+
+class RecordedSteps:
+    """See `expertmesh.engine.faster_forward.FasterForward`."""
+
+    pads, description = False, ""
+
+    def __init__(self, model: Any, block_size: int) -> None:
+        self.problem = ""  # why steps cannot be recorded, in one line; empty: they can
+        self._block_size = block_size
+        self._state = [
+            (tensors, name)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self._addresses: list[int] = []
+        self._recorded: OrderedDict[_Kind, _Recorded] = OrderedDict()
+        self._times: Counter[_Kind] = Counter()
+        self._too_many = MOST_TOKENS + 1  # number of tokens from which steps are too large
+
+    def padding(self, batch: StepBatch) -> Padding | None:
+        """Widths of block tables that many steps have in common; None: the step is not recorded."""
+        chunks = batch.chunks
+        if self.problem or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
+            return None
+        blocks, width = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1, 16
+        while width < blocks:
+            width *= 4
+        return Padding(width)
+
+    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
+        """See `FasterForward`; None: this kind of step is not recorded yet."""
+        if step.padding is None:
+            return None
+        addresses = [tensors[name].data_ptr() for tensors, name in self._state]
+        if addresses != self._addresses:  # weights were replaced
+            self._addresses = addresses
+            self._recorded.clear()
+        keys = step.keys
+        shape = len(step.ids_T), len(keys.num_keys_B), len(step.rows_R), keys.most_queries, step.padding.width
+        kind = (*shape, num_threads())
+        known = self._recorded.get(kind)
+        if known is None:
+            self._times[kind] += 1
+            return self._record(kind, step, forward) if self._times[kind] >= TIMES_BEFORE else None
+        self._recorded.move_to_end(kind)
+        if known.is_checked:
+            return known(step)
+        expected = forward(step)
+        known.is_checked = _are_equal(known(step), expected)
+        if not known.is_checked:
+            self._gives_up("a replay of a step is not the step")
+        return expected
+
+    def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
+        """Nothing: a step is recorded while it is computed."""
+
+    def _record(self, kind: _Kind, step: StepTensors, forward: Callable[[StepTensors], Computed]) -> Computed | None:
+        """Compute a step and record it; None: it cannot be recorded."""
+        recording, words = Recording(), step.words.clone()
+        own = step.on(words)
+        try:
+            found = recording.record(lambda: forward(own))
+        except UnrecordableError as error:
+            self._gives_up(str(error))
+            return None
+        if recording.num_bytes > MOST_BYTES:
+            self._too_many = min(self._too_many, len(step.ids_T))
+            return found
+        self._recorded[kind] = _Recorded(words, recording, found)
+        while sum(one.recording.num_bytes for one in self._recorded.values()) > ALL_BYTES:
+            self._recorded.popitem(last=False)
+        return found
+
+    def _gives_up(self, problem: str) -> None:
+        self.problem = problem
+        self._recorded.clear()
+        _log.warning("the engine's steps are not recorded: %s", problem)
+
+
+def _are_equal(one: Computed, other: Computed) -> bool:
+    """Whether results have the same bits, or NaN in the same places."""
+    pairs = zip((one.logits_RV, *one.ids_of_layers), (other.logits_RV, *other.ids_of_layers), strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+
+
+def why_not_recorded(model: Any) -> str:
+    """Reason why a model's steps cannot be recorded, as a continuation of "compile=True"; empty: they can."""
+    if not isinstance(model, LanguageModel):
+        return "is for models of ours"
+    parameters = list(model.parameters())
+    if not all(p.is_cpu for p in parameters):
+        return "is for models on a CPU"
+    if loaded().kernels is None:
+        return "needs the kernels in C, which are not here"
+    if autocast_dtype(torch.device("cpu")):
+        return "is for models without autocast"
+    if any(type(p) is not torch.nn.Parameter for p in parameters) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    ):
+        return "is for plain models: no parameter of another class, no hook"
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if any(layer.grouped is not None and layer.grouped.paging is not None for layer in layers):
+        return "is for experts that are not in slots"
+    if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
+        return "is for models on one rank"
+    return ""
+
+
+def recorded_steps(model: Any, config: EngineConfig) -> RecordedSteps | None:
+    """Recorded steps of a model, of which none is recorded yet; None: there are none."""
+    if config.compile is False:
+        return None
+    detach_collected(model)
+    problem = why_not_recorded(model)
+    if problem and config.compile:
+        raise ConfigError("compile", True, problem, "leave it out")
+    return None if problem else RecordedSteps(model, config.block_size)

@@ -1,0 +1,153 @@
+"""Recorded steps against the model as it is: the same bits for every router, format and number of tokens, and what goes
+wrong."""
+
+import pytest
+import torch
+from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
+
+from expertmesh.config.engine import EngineConfig
+from expertmesh.cpu import recorded_steps
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.faster_forward import faster_forward
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+from expertmesh.kernels.cpu.library import loaded
+from expertmesh.models.gpt.model import GPT
+
+pytestmark = pytest.mark.skipif(loaded().kernels is None, reason="no C compiler")
+
+KINDS = {
+    "softmax": {"moe": {"top_k": 2}},
+    "sigmoid and shared": {"moe": {**ROUTERS["sigmoid"], **ROUTERS["shared"], "top_k": 1}},
+    "hash, pyramid, residual, biases": {
+        "moe": {**ROUTERS["residual"], **ROUTERS["hash"], **ROUTERS["pyramid"]},
+        "qkv_bias": True,
+        "tie_embeddings": True,
+    },
+    "cosine, sinks, window": {
+        "moe": {**ROUTERS["cosine"], "top_k": 2},
+        "sinks": True,
+        "sliding_window": 3,
+    },
+}
+FORMATS = ("int8", "int4", "fp8")
+
+
+def answers(engine):
+    """With neighbours, one alone, and one that is drawn."""
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=0, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.9, seed=3, max_tokens=5, logprobs=1)
+    found = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params) + engine.generate(PROMPTS, drawn)
+    return [(one.token_ids, one.logprobs) for one in found]
+
+
+def assert_recorded(engine):
+    """Whether steps were replayed, of one token and of several, all of them checked."""
+    faster = engine._runner.faster
+    assert not faster.problem
+    assert {kind[0] for kind, one in faster._recorded.items() if one.is_checked} >= {1, 2}
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "ordinary"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_have_the_models_own_bits_and_see_new_weights(kind, dtype, mode):
+    sizes = {"dim": 32, "head_dim": 8, "batch_invariant": mode == "deterministic"}
+    model = gpt(dtype, **sizes, **KINDS[kind])
+    options = {"token_budget": 9, "deterministic": mode == "deterministic"}
+    engine, plain = (Engine(model, compile=own, **options) for own in (True, False))
+    for seed in (1, 2):
+        engine.update_weights(GPT(model.config, dtype=dtype, seed=seed).state_dict())
+        assert answers(engine) == answers(plain)
+        assert_recorded(engine)
+    for parameter in model.parameters():  # other memory
+        parameter.data = parameter.data * 0.5
+    assert answers(engine) == answers(plain)
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "ordinary"])
+def test_recorded_steps_know_quantised_experts(mode):
+    sizes = {"dim": 32, "head_dim": 8, "batch_invariant": mode == "deterministic"}
+    dtype = torch.float32 if mode == "deterministic" else torch.bfloat16
+    model = gpt(dtype, moe={"top_k": 2, "hidden_dim": 32}, **sizes)
+    for layer, format in zip(model.layers, FORMATS, strict=False):
+        layer.moe.experts.convert(format, group_size=16)
+    options = {"deterministic": mode == "deterministic"}
+    engine, plain = (Engine(model, compile=own, **options) for own in (True, False))
+    assert answers(engine) == answers(plain)
+
+
+def test_guesses_are_recorded_too():
+    model = gpt(torch.float32, moe={"top_k": 2})
+    engine, plain = (Engine(model, compile=own, num_draft_tokens=3, block_size=4) for own in (True, False))
+    again = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = [3, 4, 5, 6] * 6
+    assert [engine.generate([prompt], again)[0].token_ids for _ in range(3)] == [
+        plain.generate([prompt], again)[0].token_ids
+    ] * 3
+    assert any(kind[0] > kind[1] for kind in engine._runner.faster._recorded)
+
+
+def test_a_model_that_reads_its_numbers_goes_on_unrecorded(monkeypatch):
+    model = gpt(torch.float32, moe={"top_k": 2})
+    engine, plain = Engine(model), Engine(model, compile=False)
+    norm = model.layers[1].moe.router.forward
+    monkeypatch.setattr(model.layers[1].moe.router, "forward", lambda x: norm(x * (1 + 0 * x.sum().item())))
+    assert answers(engine) == answers(plain)
+    assert "the host reads" in engine._runner.faster.problem
+    assert not engine._runner.faster._recorded
+
+
+def test_a_replay_that_is_not_the_step_is_found(monkeypatch):
+    model = gpt(torch.float32, moe={"top_k": 2})
+    engine, plain = Engine(model), Engine(model, compile=False)
+    monkeypatch.setattr(recorded_steps.Recording, "replay", lambda self: None)
+    assert answers(engine) == answers(plain)
+    assert "is not the step" in engine._runner.faster.problem
+
+
+def test_memory_of_recorded_steps_is_bounded(monkeypatch):
+    model = gpt(torch.float32, moe={"top_k": 2})
+    engine, plain = Engine(model), Engine(model, compile=False)
+    expected = answers(plain)
+    assert answers(engine) == expected
+    recorded = engine._runner.faster._recorded
+    sizes = [one.recording.num_bytes for one in recorded.values()]
+    assert len(sizes) >= 2
+    monkeypatch.setattr(recorded_steps, "ALL_BYTES", max(sizes))
+    engine = Engine(model)
+    assert answers(engine) == expected
+    assert sum(one.recording.num_bytes for one in engine._runner.faster._recorded.values()) <= max(sizes)
+    monkeypatch.setattr(recorded_steps, "MOST_BYTES", min(sizes) - 1)
+    engine = Engine(model)
+    assert answers(engine) == expected
+    assert not engine._runner.faster._recorded
+
+
+def test_another_number_of_threads_is_another_kind():
+    engine = Engine(gpt(torch.float32, moe={"top_k": 2}))
+    answers(engine)
+    before = len(engine._runner.faster._recorded)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        answers(engine)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(engine._runner.faster._recorded) == 2 * before
+
+
+def test_what_cannot_be_recorded_is_refused():
+    hooked = gpt(torch.float32)
+    hooked.layers[0].register_forward_hook(lambda *args: None)
+    with pytest.raises(ConfigError, match="no hook"):
+        Engine(hooked, compile=True)
+    assert Engine(hooked)._runner.faster is None
+
+
+def test_without_the_optional_package_the_model_computes():
+    model = gpt(torch.float32, moe={"top_k": 2})
+    without = {"optional": "no_such_package", "known": ()}
+    assert faster_forward(model, EngineConfig(), **without) is None
+    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+        faster_forward(model, EngineConfig(compile=True), **without)
