@@ -1,6 +1,8 @@
 """Recorded steps against the model as it is: the same bits for every router, format and number of tokens, and what goes
 wrong."""
 
+import itertools
+
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
@@ -88,25 +90,37 @@ def test_guesses_are_recorded_too():
     assert any(kind[0] > kind[1] for kind in engine._runner.faster._recorded)
 
 
-def test_a_model_that_reads_its_numbers_goes_on_unrecorded(monkeypatch):
-    model = gpt(torch.float32, moe={"top_k": 2})
-    engine, plain = Engine(model), Engine(model, compile=False)
-    norm = model.layers[1].moe.router.forward
-    monkeypatch.setattr(model.layers[1].moe.router, "forward", lambda x: norm(x * (1 + 0 * x.sum().item())))
+def engines_of_router(change):
+    """An engine that records and one that does not; the second router of each model sees `change()(x)`."""
+    engines = []
+    for compile in (None, False):
+        model = gpt(torch.float32, moe={"top_k": 2})
+        router, own = model.layers[1].moe.router, change()
+        router.forward = lambda x, scores=router.forward, own=own: scores(own(x))
+        engines.append(Engine(model, compile=compile))
+    return engines
+
+
+def test_a_model_that_reads_its_numbers_goes_on_unrecorded():
+    engine, plain = engines_of_router(lambda: lambda x: x * (1 + x[0, 0].item()))
     assert answers(engine) == answers(plain)
     assert "the host reads" in engine._runner.faster.problem
     assert not engine._runner.faster._recorded
 
 
-def test_a_replay_that_is_not_the_step_is_found(monkeypatch):
-    model = gpt(torch.float32, moe={"top_k": 2})
-    engine, plain = Engine(model), Engine(model, compile=False)
-    monkeypatch.setattr(recorded_steps.Recording, "replay", lambda self: None)
+def test_a_replay_that_is_not_the_step_is_found():
+    """A model that counts its calls: a replay would repeat the number that was recorded."""
+
+    def counted():
+        calls = itertools.count()
+        return lambda x: x * next(calls)
+
+    engine, plain = engines_of_router(counted)
     assert answers(engine) == answers(plain)
     assert "is not the step" in engine._runner.faster.problem
 
 
-def test_memory_of_recorded_steps_is_bounded(monkeypatch):
+def test_memory_of_recorded_steps_is_bounded(threshold):
     model = gpt(torch.float32, moe={"top_k": 2})
     engine, plain = Engine(model), Engine(model, compile=False)
     expected = answers(plain)
@@ -114,11 +128,11 @@ def test_memory_of_recorded_steps_is_bounded(monkeypatch):
     recorded = engine._runner.faster._recorded
     sizes = [one.recording.num_bytes for one in recorded.values()]
     assert len(sizes) >= 2
-    monkeypatch.setattr(recorded_steps, "ALL_BYTES", max(sizes))
+    threshold(recorded_steps, "ALL_BYTES", max(sizes))
     engine = Engine(model)
     assert answers(engine) == expected
     assert sum(one.recording.num_bytes for one in engine._runner.faster._recorded.values()) <= max(sizes)
-    monkeypatch.setattr(recorded_steps, "MOST_BYTES", min(sizes) - 1)
+    threshold(recorded_steps, "MOST_BYTES", min(sizes) - 1)
     engine = Engine(model)
     assert answers(engine) == expected
     assert not engine._runner.faster._recorded

@@ -24,9 +24,9 @@ from expertmesh.ops.dtypes import autocast_dtype
 MOST_TOKENS = 64
 """Largest number of tokens of a step that is recorded; of more, Python's time is a small part (docs/log.md)."""
 MOST_BYTES = 1 << 24
-"""Most memory of one recorded step; larger ones gain nothing."""
+"""Largest memory of one recorded step; larger ones gain nothing."""
 ALL_BYTES = 1 << 28
-"""Most memory of all recorded steps; the one that has not been used for longest goes."""
+"""Largest memory of all recorded steps; the one that has not been used for longest goes."""
 TIMES_BEFORE = 2
 """Steps of a shape up to the one that is recorded."""
 
@@ -104,7 +104,7 @@ class RecordedSteps:
         return expected
 
     def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
-        """Nothing: a step is recorded while it is computed."""
+        """Do nothing: a step is recorded while it is computed."""
 
     def _record(self, kind: _Kind, step: StepTensors, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """Compute a step and record it; None: it cannot be recorded."""

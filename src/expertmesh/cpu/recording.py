@@ -1,4 +1,4 @@
-"""What a function of CPU tensors does, recorded once and repeated on the same memory: no Python between kernels, no
+"""Calls of a function of CPU tensors, recorded once and repeated on the same memory: no Python between kernels, no
 allocation, no view.
 
 Operators are seen by a dispatch mode, kernels in C by their notes. Operators whose results never change (views, empty
