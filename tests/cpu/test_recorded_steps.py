@@ -1,12 +1,14 @@
 """Recorded steps against the model as it is: the same bits for every router, format and number of tokens, and what goes
 wrong."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 
+from expertmesh import lora as em_lora
 from expertmesh.config.engine import EngineConfig
 from expertmesh.cpu import recorded_steps
 from expertmesh.engine.engine import Engine
@@ -138,17 +140,65 @@ def test_memory_of_recorded_steps_is_bounded(threshold):
     assert not engine._runner.faster._recorded
 
 
-def test_another_number_of_threads_is_another_kind():
-    engine = Engine(gpt(torch.float32, moe={"top_k": 2}))
-    answers(engine)
-    before = len(engine._runner.faster._recorded)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        answers(engine)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(engine._runner.faster._recorded) == 2 * before
+STATES = {
+    "threads": lambda: threads(torch.get_num_threads() + 1),
+    "inference": torch.inference_mode,
+}
+
+
+@contextlib.contextmanager
+def threads(num):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_another_state_of_the_thread_is_another_kind(state):
+    model = gpt(torch.float32, moe={"top_k": 2})
+    engine, plain = Engine(model), Engine(model, compile=False)
+    expected = answers(plain)
+    before = {}
+    for _ in range(2):
+        assert answers(engine) == expected
+        before = before or dict(engine._runner.faster._recorded)
+        with state():
+            assert answers(engine) == answers(plain)
+    assert not engine._runner.faster.problem
+    assert len(engine._runner.faster._recorded) >= len(before)
+
+
+def hooked(model):
+    model.layers[1].register_forward_hook(lambda module, args, output: None)
+
+
+def adapted(model):
+    em_lora.add(model, rank=2)
+    for name, one in model.named_parameters():
+        if "adapters" in name:
+            torch.nn.init.normal_(one, generator=torch.Generator().manual_seed(len(name)))
+
+
+def quantised(model):
+    model.layers[1].moe.experts.convert("int8")
+
+
+def with_another_layer(model):
+    model.layers[1].moe = GPT(model.config, dtype=torch.float32, seed=5).layers[1].moe
+
+
+@pytest.mark.parametrize("change", [hooked, adapted, quantised, with_another_layer])
+def test_changes_of_the_model_are_seen(change):
+    model = gpt(torch.float32, moe={"top_k": 2, "hidden_dim": 32}, dim=32, head_dim=8)
+    engine = Engine(model)
+    before = answers(engine)
+    with torch.no_grad():
+        change(model)
+    after = answers(engine)
+    assert after == answers(Engine(model, compile=False))
+    assert (after == before) == (change is hooked)
+    assert bool(engine._runner.faster.problem) == (change in (hooked, adapted))
 
 
 def test_what_cannot_be_recorded_is_refused():

@@ -4,6 +4,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ TIMES_BEFORE = 2
 """Steps of a shape up to the one that is recorded."""
 
 _log = logging.getLogger("expertmesh.engine")
-_Kind = tuple[int | None, ...]
+_Kind = tuple[Any, ...]
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -55,22 +57,32 @@ class RecordedSteps:
     pads, description = False, ""
 
     def __init__(self, model: Any, block_size: int) -> None:
-        self.problem = ""  # why steps cannot be recorded, in one line; empty: they can
-        self._block_size = block_size
-        self._state = [
-            (tensors, name)
-            for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
-        self._addresses: list[int] = []
+        self._model, self._block_size = model, block_size
         self._recorded: OrderedDict[_Kind, _Recorded] = OrderedDict()
         self._times: Counter[_Kind] = Counter()
         self._too_many = MOST_TOKENS + 1  # number of tokens from which steps are too large
+        self._refusal = ""  # why a step could not be recorded
+        self._look()
+
+    def _look(self) -> None:
+        """Find the tensors of the model as it is now, and forget what was recorded."""
+        self._recorded.clear()
+        modules = list(self._model.modules())
+        self._tensors = [tensors for one in modules for tensors in (one._parameters, one._buffers)]
+        self._children = [one._modules for one in modules]
+        self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._structure = self._structure_now()
+        self._addresses: list[int] = []
+        self.problem = self._refusal or why_not_recorded(self._model)  # empty: steps are recorded
+
+    def _structure_now(self) -> list[Any]:
+        """Modules of the model, and numbers of their hooks."""
+        return [*chain.from_iterable(map(dict.values, self._children)), *map(len, self._hooks)]
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """Widths of block tables that many steps have in common; None: the step is not recorded."""
+        if self._structure_now() != self._structure:  # modules, adapters or hooks came or went
+            self._look()
         chunks = batch.chunks
         if self.problem or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
             return None
@@ -83,13 +95,14 @@ class RecordedSteps:
         """See `FasterForward`; None: this kind of step is not recorded yet."""
         if step.padding is None:
             return None
-        addresses = [tensors[name].data_ptr() for tensors, name in self._state]
+        tensors = chain.from_iterable(map(dict.values, self._tensors))
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         if addresses != self._addresses:  # weights were replaced
             self._addresses = addresses
             self._recorded.clear()
         keys = step.keys
         shape = len(step.ids_T), len(keys.num_keys_B), len(step.rows_R), keys.most_queries, step.padding.width
-        kind = (*shape, num_threads())
+        kind = (*shape, num_threads(), self._model.training, torch.is_inference_mode_enabled(), autocast_dtype(_CPU))
         known = self._recorded.get(kind)
         if known is None:
             self._times[kind] += 1
@@ -124,7 +137,7 @@ class RecordedSteps:
         return found
 
     def _gives_up(self, problem: str) -> None:
-        self.problem = problem
+        self.problem = self._refusal = problem
         self._recorded.clear()
         _log.warning("the engine's steps are not recorded: %s", problem)
 
@@ -144,12 +157,12 @@ def why_not_recorded(model: Any) -> str:
         return "is for models on a CPU"
     if loaded().kernels is None:
         return "needs the kernels in C, which are not here"
-    if autocast_dtype(torch.device("cpu")):
-        return "is for models without autocast"
     if any(type(p) is not torch.nn.Parameter for p in parameters) or any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
+    if any(getattr(module, "adapters", None) is not None for module in model.modules()):
+        return "is for models without adapters"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if any(layer.grouped is not None and layer.grouped.paging is not None for layer in layers):
         return "is for experts that are not in slots"
