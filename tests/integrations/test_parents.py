@@ -141,6 +141,7 @@ def test_deepspeeds_cifar_example(more, tmp_path, monkeypatch):
     assert len(found) == 48 and sum(found[-8:]) < sum(found[:8])
 
 
+PRELOAD = ["deepspeed", "expertmesh.integrations.deepspeed", "transformers"]
 IMPORTS_OF_TESTS = {
     r"^from deepspeed\.moe\.layer import": "from expertmesh.integrations.deepspeed import",
     r"^( *)from deepspeed\.moe\.utils import": r"\1from expertmesh.integrations.deepspeed import",
@@ -187,8 +188,12 @@ def test_deepspeeds_tests(row, tmp_path):
         for pattern, line in IMPORTS_OF_TESTS.items():
             text = re.sub(pattern, line, text, flags=re.MULTILINE)
         path.write_text(text)
+    # ranks are forks of a process that has imported all
+    (tmp_path / "tests" / "preload.py").write_text(
+        f"import multiprocessing\nmultiprocessing.set_forkserver_preload({PRELOAD})\n"
+    )
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"unit/{file}", "-k", words],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "preload", f"unit/{file}", "-k", words],
         cwd=tmp_path / "tests",
         capture_output=True,
         text=True,
