@@ -28,6 +28,8 @@ MOST_BYTES = 1 << 24
 """Largest memory of one recorded step; larger ones gain nothing."""
 ALL_BYTES = 1 << 28
 """Largest memory of all recorded steps; the one that has not been used for longest goes."""
+MOST_RECORDED = 128
+"""Largest number of recorded steps, as the objects of each take memory, too."""
 TIMES_BEFORE = 2
 """Steps of a shape up to the one that is recorded."""
 
@@ -84,7 +86,8 @@ class RecordedSteps:
         if self._structure_now() != self._structure:  # modules, adapters or hooks came or went
             self._look()
         chunks = batch.chunks
-        if self.problem or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
+        # autocast keeps casts of weights, which later steps would find again though the weights have changed
+        if self.problem or autocast_dtype(_CPU) or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
             return None
         blocks, width = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1, 16
         while width < blocks:
@@ -102,7 +105,7 @@ class RecordedSteps:
             self._recorded.clear()
         keys = step.keys
         shape = len(step.ids_T), len(keys.num_keys_B), len(step.rows_R), keys.most_queries, step.padding.width
-        kind = (*shape, num_threads(), self._model.training, torch.is_inference_mode_enabled(), autocast_dtype(_CPU))
+        kind = (*shape, num_threads(), self._model.training, torch.is_inference_mode_enabled())
         known = self._recorded.get(kind)
         if known is None:
             self._times[kind] += 1
@@ -132,8 +135,11 @@ class RecordedSteps:
             self._too_many = min(self._too_many, len(step.ids_T))
             return found
         self._recorded[kind] = _Recorded(words, recording, found)
-        while sum(one.recording.num_bytes for one in self._recorded.values()) > ALL_BYTES:
-            self._recorded.popitem(last=False)
+        while (
+            len(self._recorded) > MOST_RECORDED
+            or sum(one.recording.num_bytes for one in self._recorded.values()) > ALL_BYTES
+        ):
+            self._times.pop(self._recorded.popitem(last=False)[0], None)
         return found
 
     def _gives_up(self, problem: str) -> None:

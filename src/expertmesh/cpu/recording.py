@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.noted import NotedCall, noting
 
 _aten = torch.ops.aten
@@ -26,7 +27,7 @@ _CASTS = frozenset({_aten._to_copy, _aten.clone})
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READERS = frozenset(
     getattr(Tensor, name)
-    for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+    for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__")
 )
 _DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: torch.add,
@@ -85,7 +86,8 @@ class Recording:
         for call, is_kernel in self._calls:
             result = call()
             if is_kernel and result:
-                raise MemoryError("no memory for the rows of a kernel")
+                message = "a kernel met expert ids out of range; check the router"
+                raise MemoryError("no memory for the rows of a kernel") if result == -2 else ConfigError(message)
 
     def _finish(self) -> None:
         """Calls that change between replays, of all that were noted."""
@@ -133,6 +135,7 @@ class _Operator:
             for argument in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(named.get(argument.name))
+            if isinstance(tensor, Tensor)
         }
 
     def again(self) -> Callable[[], Any]:
