@@ -73,13 +73,15 @@ class RecordedSteps:
         self._tensors = [tensors for one in modules for tensors in (one._parameters, one._buffers)]
         self._children = [one._modules for one in modules]
         self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._own = [vars(one) for one in modules]
         self._structure = self._structure_now()
         self._addresses: list[int] = []
         self.problem = self._refusal or why_not_recorded(self._model)  # empty: steps are recorded
 
     def _structure_now(self) -> list[Any]:
-        """Modules of the model, and numbers of their hooks."""
-        return [*chain.from_iterable(map(dict.values, self._children)), *map(len, self._hooks)]
+        """Modules of the model, numbers of their hooks, and which of them have a forward pass of their own."""
+        children = chain.from_iterable(map(dict.values, self._children))
+        return [*children, *map(len, self._hooks), *("forward" in own for own in self._own)]
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """Widths of block tables that many steps have in common; None: the step is not recorded."""
@@ -164,7 +166,7 @@ def why_not_recorded(model: Any) -> str:
     if loaded().kernels is None:
         return "needs the kernels in C, which are not here"
     if any(type(p) is not torch.nn.Parameter for p in parameters) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
     if any(getattr(module, "adapters", None) is not None for module in model.modules()):
