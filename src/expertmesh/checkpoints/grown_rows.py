@@ -11,6 +11,8 @@ from expertmesh.checkpoints.box import Box
 from expertmesh.checkpoints.source import Stored, TensorSource
 from expertmesh.text.new_tokens import GrownVocabulary
 
+TABLES = ("embedding.weight", "output.weight")
+"""Matrices with a row per token."""
 _ROWS = "token_rows."
 _CHUNK = 8192
 
@@ -33,8 +35,7 @@ class GrownRows:
 
     def __init__(self, source: TensorSource, grown: GrownVocabulary) -> None:
         self._source, self._grown = source, grown
-        tables = ("embedding.weight", "output.weight")
-        self._tables = {token_rows_of(name): name for name in tables if name in source.tensors}
+        self._tables = {token_rows_of(name): name for name in TABLES if name in source.tensors}
         self._means: dict[tuple[str, int, int], Tensor] = {}
 
     @property

@@ -1,8 +1,12 @@
 """Sizes and memory of decode steps that are captured as graphs on a GPU; imports no torch."""
 
+from itertools import takewhile
+
 MOST_CAPTURED = 512
 """Largest number of tokens of a step that is captured."""
 _EVERY = 8
+TABLE_WIDTHS = tuple(16 * 4**n for n in range(24))
+"""Numbers of blocks, to the next of which block tables of repeated steps are padded."""
 LOGIT_BYTES = 60
 """Bytes of a logit while a token is drawn from sorted probabilities: seven tensors in FP64 or int64, and the logit
 itself."""
@@ -28,12 +32,8 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 
 
 def captured_widths(most: int) -> tuple[int, ...]:
-    """Widths of the block tables of captured steps: 16, 64, 256, ... blocks, and the largest."""
-    found, width = [], 16
-    while width < most:
-        found.append(width)
-        width *= 4
-    return (*found, most)
+    """Widths of the block tables of captured steps: those of `TABLE_WIDTHS`, and the largest."""
+    return (*takewhile(lambda width: width < most, TABLE_WIDTHS), most)
 
 
 def captured_bytes(most: int, *, num_layers: int, vocab_size: int, num_blocks: int, num_kinds: int = NUM_KINDS) -> int:

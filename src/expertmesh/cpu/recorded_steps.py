@@ -1,6 +1,7 @@
 """Steps of few tokens that are recorded, one for each shape, and replayed: the model's own bits without its Python."""
 
 import logging
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.costs.graph_memory import TABLE_WIDTHS
 from expertmesh.cpu.recording import Recording, UnrecordableError
 from expertmesh.engine.faster_forward import Computed
 from expertmesh.engine.request_adapters import detach_collected
@@ -91,10 +93,8 @@ class RecordedSteps:
         # autocast keeps casts of weights, which later steps would find again though the weights have changed
         if self.problem or autocast_dtype(_CPU) or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
             return None
-        blocks, width = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1, 16
-        while width < blocks:
-            width *= 4
-        return Padding(width)
+        blocks = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1
+        return Padding(TABLE_WIDTHS[bisect_left(TABLE_WIDTHS, blocks)])
 
     def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: this kind of step is not recorded yet."""

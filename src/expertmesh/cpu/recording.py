@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels.cpu.noted import NotedCall, noting
+from expertmesh.kernels.cpu.noted import NO_MEMORY, NotedCall, noting
 
 _aten = torch.ops.aten
 _EMPTY = frozenset({_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided})
@@ -87,7 +87,7 @@ class Recording:
             result = call()
             if is_kernel and result:
                 message = "a kernel met expert ids out of range; check the router"
-                raise MemoryError("no memory for the rows of a kernel") if result == -2 else ConfigError(message)
+                raise MemoryError("no memory for the rows of a kernel") if result == NO_MEMORY else ConfigError(message)
 
     def _finish(self) -> None:
         """Calls that change between replays, of all that were noted."""
@@ -120,13 +120,17 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
 class _Operator:
     """A call of an operator with its results."""
 
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:
         self.operator, self.args, self.kwargs = operator, args, kwargs
-        self.results = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
-        self.given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.numel()]
+        self.results = _tensors_in(results)
+        self.given = [t for t in _tensors_in((args, kwargs)) if t.numel()]
         arguments = operator._schema.arguments
         named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
         # memory of arguments that it writes
@@ -134,8 +138,7 @@ class _Operator:
             _memory(tensor)
             for argument in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(named.get(argument.name))
-            if isinstance(tensor, Tensor)
+            for tensor in _tensors_in(named.get(argument.name))
         }
 
     def again(self) -> Callable[[], Any]:
@@ -154,8 +157,7 @@ class _Operator:
         return self._copied
 
     def _copied(self) -> None:
-        found = [t for t in tree_leaves(self.operator(*self.args, **self.kwargs)) if isinstance(t, Tensor)]
-        for old, new in zip(self.results, found, strict=True):
+        for old, new in zip(self.results, _tensors_in(self.operator(*self.args, **self.kwargs)), strict=True):
             old.copy_(new)
 
 
@@ -172,11 +174,11 @@ def _into(operator: Any) -> Any:
     return None
 
 
-def _reads(operator: Any, given: list[Any]) -> bool:
+def _reads(operator: Any, given: list[Tensor]) -> bool:
     """Whether an operator that may read values does so: indices of numbers have a known size."""
     if operator.overloadpacket is not _aten.index:
         return True
-    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+    return any(one.dtype in (torch.bool, torch.uint8) for one in given[1:])
 
 
 class _Operators(TorchDispatchMode):
@@ -190,7 +192,7 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if _READING & set(func.tags) and _reads(func, tree_leaves((args, given))):
+        if _READING & set(func.tags) and _reads(func, _tensors_in((args, given))):
             raise UnrecordableError(f"the host reads a tensor by {func}")
         with noting(None):
             results = func(*args, **given)

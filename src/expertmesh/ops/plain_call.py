@@ -53,7 +53,8 @@ def _is_direct(*tensors: Tensor | None) -> bool:
     transform."""
     if not is_plain(*tensors):  # first: a compiler breaks at what is below
         return False
-    # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads
+    # the length of this thread's stack: what `torch.utils._python_dispatch` says is of all threads; a recorder of steps
+    # is one mode, which leaves calls plain
     return torch._C._len_torch_dispatch_stack() == is_noting() and not get_interpreter_stack()
 
 

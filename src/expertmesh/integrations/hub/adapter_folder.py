@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertmesh import lora
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.grown_rows import is_token_rows, token_rows_of
+from expertmesh.checkpoints.grown_rows import TABLES, is_token_rows, token_rows_of
 from expertmesh.checkpoints.merged_adapters import is_factor, read_factor_pairs
 from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, TrainedTokens, write_peft_folder
 from expertmesh.checkpoints.source import TensorSource, read_into, read_whole
@@ -47,8 +47,8 @@ def tokens_of(checkpoint: Path) -> TrainedTokens:
     grown = _base_of(checkpoint)[0].grown
     if grown is None:
         return TrainedTokens()
-    learned, tables = Checkpoint(checkpoint, prefix="model."), ("embedding.weight", "output.weight")
-    names = {table: token_rows_of(table) for table in tables if token_rows_of(table) in learned.tensors}
+    learned = Checkpoint(checkpoint, prefix="model.")
+    names = {table: token_rows_of(table) for table in TABLES if token_rows_of(table) in learned.tensors}
     return TrainedTokens(grown.ids, {table: read_whole(learned, name) for table, name in names.items()})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from expertmesh.kernels.cpu.attention_call import AttentionCall
 from expertmesh.kernels.cpu.build import BuildError, built
 from expertmesh.kernels.cpu.instructions import NAMES, TORCH, InstructionSet, allowed_sets
-from expertmesh.kernels.cpu.noted import call
+from expertmesh.kernels.cpu.noted import NO_MEMORY, call
 from expertmesh.kernels.cpu.rows_call import RowsCall
 
 _log = logging.getLogger("expertmesh.ops")
@@ -242,7 +242,7 @@ class Kernels:
     def attention(self, given: AttentionCall, *tensors: Tensor | None) -> None:
         """Compute a call on these tensors."""
         given.num_threads = num_threads()
-        if call(self._attention, given, *tensors) == -2:
+        if call(self._attention, given, *tensors) == NO_MEMORY:
             raise MemoryError("no memory for a block of keys")
 
     def rows(self, given: RowsCall, *tensors: Tensor | None) -> None:
@@ -281,6 +281,6 @@ class Kernels:
             0,
         )
         tensors = x_TD, y_TD, ids_TK, weights_TK, *kept
-        if call(self._experts, words, *tensors) == -2:
+        if call(self._experts, words, *tensors) == NO_MEMORY:
             raise MemoryError("no memory for the experts' rows")
         return words[_NUM_WORDS - 2], words[_NUM_WORDS - 1]

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+NO_MEMORY = -2
+"""Result of a kernel that found no memory."""
+
 
 class NotedCall(NamedTuple):
     """A call of a kernel, with what must live as long as it is repeated."""
