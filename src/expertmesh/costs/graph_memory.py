@@ -32,7 +32,7 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 
 
 def captured_widths(most: int) -> tuple[int, ...]:
-    """Widths of the block tables of captured steps: those of `TABLE_WIDTHS`, and the largest."""
+    """Widths of the block tables of captured steps: the smaller of `TABLE_WIDTHS`, and the largest."""
     return (*takewhile(lambda width: width < most, TABLE_WIDTHS), most)
 
 
