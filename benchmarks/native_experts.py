@@ -21,9 +21,8 @@ import tyro
 from benchmarks.harness import checked
 from torch import Tensor
 
-from expertmesh.kernels.cpu.build import built
 from expertmesh.kernels.cpu.instructions import INSTRUCTION_SETS
-from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels
+from expertmesh.kernels.cpu.library import ExpertMatrices, Kernels, loaded, opened
 from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import ExpertWeights
@@ -51,7 +50,8 @@ class Options:
     Attributes:
         shapes: names in `SHAPES`.
         tokens: numbers of tokens.
-        ways: instruction sets, "int8" and "int4" (by the best set), "ours" (what torch's products do), "invariant".
+        ways: instruction sets, "best" of them, "int8" and "int4" (by the best), "ours" (what torch's products do),
+            "invariant".
         seconds: time for each row.
         dtype: bfloat16 or float32.
         vllm: the file of vLLM's operators, or none.
@@ -60,7 +60,7 @@ class Options:
 
     shapes: str = "m,qwen3-30b-a3b,mixtral"
     tokens: str = "1,4,16,64,256,1024"
-    ways: str = "amx,int8,int4,ours,invariant"
+    ways: str = "best,int8,int4,ours,invariant"
     seconds: float = 8.0
     dtype: str = "bfloat16"
     vllm: str = ""
@@ -76,12 +76,18 @@ def in_huge_pages(t: Tensor) -> Tensor:
     return copy
 
 
+def best() -> Kernels:
+    """Kernels for the best instruction set of this processor."""
+    kernels = loaded().kernels
+    if kernels is None:
+        raise SystemExit(f"error: there are no kernels in C: {loaded().problem}")
+    return kernels
+
+
 def native(name: str, weights: list[tuple[Tensor, Tensor]], num_experts: int) -> Way:
     """An instruction set on dense weights, or the best one on weights of 8 or 4 bits."""
     stored = [tuple(_stored(name, w) for w in (w_in, w_out[:, None])) for w_in, w_out in weights]
-    chosen = INSTRUCTION_SETS["amx" if name in ("int8", "int4") else name]
-    with built(chosen) as path:
-        kernels = Kernels(path, chosen)
+    kernels = opened(INSTRUCTION_SETS[name]) if name in INSTRUCTION_SETS else best()
 
     def run(layer: int, x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
         w_in, w_out = stored[layer]
@@ -116,10 +122,11 @@ def of_torch(weights: list[tuple[Tensor, Tensor]], *, is_invariant: bool) -> Way
 def of_vllm(path: str, weights: list[tuple[Tensor, Tensor]]) -> Way:
     """vLLM's operator, on weights that it packs."""
     torch.ops.load_library(path)
+    isa = "amx" if best().instructions.has_tiles else "vec"
 
     def packed(w: Tensor) -> Tensor:
         out = torch.empty_like(w)
-        torch.ops._C.prepack_moe_weight(w, out, "amx")
+        torch.ops._C.prepack_moe_weight(w, out, isa)
         return in_huge_pages(out)
 
     copies = [(packed(w_in.flatten(1, 2)), packed(w_out)) for w_in, w_out in weights]
@@ -127,7 +134,7 @@ def of_vllm(path: str, weights: list[tuple[Tensor, Tensor]]) -> Way:
     def run(layer: int, x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
         y = torch.empty_like(x)
         w_in, w_out = copies[layer]
-        torch.ops._C.cpu_fused_moe(y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", "amx")
+        torch.ops._C.cpu_fused_moe(y, x, w_in, w_out, None, None, s, ids.int(), False, "silu", isa)
         return y
 
     return run
