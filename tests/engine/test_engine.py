@@ -503,3 +503,15 @@ def test_an_abort_by_another_ends_the_wait_with_what_there_was():
     assert next(ended)[1][0].finish_reason == "length"
     ended.close()
     assert engine.has_work, "the id is another's now"
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 3}], ids=["", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_autocast_caches_its_type_for_models_of_every_type(dtype, options):
+    """Chunks and cached prefixes meet keys in another type than the queries'."""
+    model, prompts = gpt(dtype, **options), [(list(prompt) * 3)[:40] for prompt in PROMPTS[:3]]
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = Engine(model, token_budget=5, block_size=4)
+        assert engine._runner.cache.k.dtype == torch.bfloat16
+        first = engine.generate(prompts, GREEDY)
+        assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == [o.token_ids for o in first]

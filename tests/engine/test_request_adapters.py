@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests.engine.test_engine import ARRANGEMENTS, GREEDY, PROMPTS, gpt
 from tests.engine.test_ranks import differences
+from tests.engine.test_step_tensors import Operators
 from tests.oracle.numerics import assert_close_fp64
 from tests.support.adapters import ATTENTION, EXPERTS, make_adapter, merged
 from tests.support.replicas import assert_said, messages_of
@@ -25,10 +26,12 @@ from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.request_adapters import AdapterSpan
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.peft import save_adapters
+from expertmesh.kernels.cpu.library import loaded
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.layer import grouped_layers
 
+needs_kernels = pytest.mark.skipif(loaded().kernels is None, reason="no C compiler")
 WHO = ["a", None, "b", "a", "a", None]
 """The adapter of each of PROMPTS."""
 SCORED = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
@@ -144,6 +147,29 @@ def test_deterministic_bits_do_not_depend_on_neighbours(tmp_path, dtype, moe):
         assert bits(turned)[::-1] == alone
 
 
+@needs_kernels
+def test_a_step_has_as_many_operators_for_any_number_of_adapters(tmp_path):
+    model = gpt(torch.bfloat16, moe={"num_shared_experts": 1})
+    ranks = {f"{i}": 2 + i * i for i in range(5)}
+    folders = {name: make_adapter(tmp_path / name, model.config, seed=rank, rank=rank) for name, rank in ranks.items()}
+    engine = Engine(model, adapters=folders, prefix_caching=False)
+    run, counts = engine._runner.run, []
+
+    def counted(step):
+        with Operators() as operators:
+            result = run(step)
+        counts.append(operators.count)
+        return result
+
+    engine._runner.run = counted
+    of_steps = []
+    for who in (["0"] * 5, list(ranks), ["3", None, "1", "1", None]):
+        counts.clear()
+        engine.generate([[1, i, 7] for i in range(5)], GREEDY, adapter=who)
+        of_steps.append(counts[1:])  # without the step of the prompts
+    assert len(of_steps[0]) > 3 and of_steps == [of_steps[0]] * 3
+
+
 def test_prefixes_are_of_one_adapter_and_an_unloaded_one_leaves_none(folders, tmp_path):
     engine = engine_of(gpt(), folders, block_size=2)
     prompt = PROMPTS[3]
@@ -211,6 +237,7 @@ can_compile = pytest.mark.skipif(find_spec("expertmesh.cpu") is None, reason="no
 
 
 @can_compile
+@needs_kernels
 def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
     """Its adapters take no memory any more, and the next engine may compile; another engine's stay."""
     model = gpt(torch.float32)
@@ -236,6 +263,7 @@ def test_a_dropped_engine_leaves_the_model_as_it_was(folders):
 
 
 @can_compile
+@needs_kernels
 def test_a_copy_of_a_model_has_no_adapters_of_its_engine(folders):
     model = gpt(torch.float32)
     engine = engine_of(model, {"a": folders["a"]})
@@ -258,7 +286,7 @@ def test_a_copy_of_a_model_has_no_adapters_of_its_engine(folders):
 
 def hooks_of(model):
     """How many additions the model's modules would ask for."""
-    return sum(len(module._forward_hooks) + len(getattr(module, "of_rows", ())) for module in model.modules())
+    return sum(len(module._forward_hooks) + len(getattr(module, "of_tokens", ())) for module in model.modules())
 
 
 def test_a_request_that_goes_on_keeps_its_adapter(folders):
@@ -370,6 +398,7 @@ def test_names_and_engines_that_take_none(folders):
 
 
 @can_compile
+@needs_kernels
 def test_steps_with_adapters_are_not_compiled(folders):
     with pytest.raises(ConfigError, match="steps with adapters are not recorded"):
         Engine(gpt(torch.float32), adapters=folders, compile=True)

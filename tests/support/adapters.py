@@ -6,6 +6,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from expertmesh.ops.experts.call import TokenAdapters, stack_adapters
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
 
@@ -33,6 +35,15 @@ def shapes_of(config, modules, parameters):
                 key = f"{place}.mlp.experts{inner}"
                 found[key] = (rows[name], columns[name], count)
     return found
+
+
+def of_runs(num_tokens, runs):
+    """Adapters of tokens: (first, stop, adapter of w_in, adapter of w_out) of each run of tokens that has some."""
+    slots = [-1] * num_tokens
+    for slot, (first, stop, *_) in enumerate(runs):
+        slots[first:stop] = [slot] * (stop - first)
+    on_in, on_out = (stack_adapters([run[which] for run in runs]) for which in (2, 3))
+    return TokenAdapters.of_slots(slots, torch.device("cpu"))._replace(on_in=on_in, on_out=on_out)
 
 
 def make_adapter(place, config, *, seed, rank=2, alpha=4, modules=ATTENTION, parameters=EXPERTS, size=0.3, **more):

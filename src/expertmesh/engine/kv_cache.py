@@ -117,7 +117,7 @@ class PagedContext:
             v_all.index_copy_(0, self.slots_T, v_Thd.to(v_all.dtype))
         pages = self.cache.num_pages, self.cache.block_size
         y_THd = paged_attention(
-            q_THd,
+            q_THd.to(k_all.dtype),  # under autocast, norms and rotations give another type
             k_all.unflatten(0, pages),
             v_all.unflatten(0, pages),
             self.keys,
@@ -125,4 +125,4 @@ class PagedContext:
             attention=arithmetic.attention,
             is_invariant=arithmetic.batch_invariant,
         )
-        return y_THd.flatten(1)
+        return y_THd.flatten(1).to(q_THd.dtype)

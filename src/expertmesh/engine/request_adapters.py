@@ -1,14 +1,14 @@
 """Low-rank adapters of an engine, at most one per request: W + s B A for the request's tokens, W for others in the same
 step.
 
-Matmuls with W run once over all tokens of a step. Tokens with the same adapter are adjacent in a step
-(`Scheduler.schedule`), and s (x A^T) B^T is added to their outputs in the module's arithmetic: in deterministic mode a
-token has the same bits alone and in any batch.
+Matmuls with W run once over all tokens of a step. The factors of all adapters of a module lie one after another, so
+that s (x A^T) B^T of all tokens is two grouped products, in the module's arithmetic: in deterministic mode a token has
+the same bits alone and in any batch.
 """
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,8 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.experts.call import AdapterRun, LowRank
+from expertmesh.ops.experts.adapters import add_of_tokens
+from expertmesh.ops.experts.call import LowRank, TokenAdapters, stack_adapters
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
 
 OVER_RANKS = (
@@ -77,7 +78,8 @@ class LoadedAdapter:
     name: str  # name for requests
     folder: Path  # folder that it was read from
     root: int  # unique root prefix of its requests' tokens, below `ROOT`
-    # low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts
+    # low-rank additions of each module by path: "weight" of a linear map, w_in and w_out of experts; views of the
+    # module's `_Stack`
     of_module: dict[str, dict[str, LowRank]]
     num_bytes: int = 0  # bytes of its factors
 
@@ -90,6 +92,14 @@ class AdapterSpan(NamedTuple):
     adapter: LoadedAdapter
 
 
+class _Stack(NamedTuple):
+    """All adapters of a module."""
+
+    roots: tuple[int, ...]  # their roots, by slot
+    on_in: LowRank | None  # of w_in, or of a linear map's weight
+    on_out: LowRank | None  # of w_out
+
+
 class Adapters:
     """Adapters of a model, by name; hooks do not keep them alive."""
 
@@ -99,6 +109,9 @@ class Adapters:
         self._roots = itertools.count(ROOT - 1, -1)
         self._runs: tuple[AdapterSpan, ...] = ()
         self._expert_runs: tuple[AdapterSpan, ...] = ()
+        self._stacks: dict[str, _Stack] = {}  # by path of the module
+        # slots of a step's tokens for modules with the same adapters
+        self._slots: dict[tuple[Any, ...], TokenAdapters | None] = {}
         self._is_attached = False
 
     @property
@@ -140,11 +153,27 @@ class Adapters:
         each = (one for both in of_module.values() for one in both.values())
         loaded.num_bytes = sum(one.a_ErK.nbytes + one.b_ENr.nbytes for one in each)
         self._known[name] = loaded
+        self._stack(of_module)
         return loaded
 
     def unload(self, name: Any) -> None:
         """Remove an adapter that no request uses any more."""
-        del self._known[self.get(name).name]
+        gone = self._known.pop(self.get(name).name)
+        self._stack(gone.of_module)
+
+    def _stack(self, paths: Iterable[str]) -> None:
+        """Stack the factors of the modules' adapters anew; the adapters keep views."""
+        for path in paths:
+            loaded = [one for one in self._known.values() if path in one.of_module]
+            given = [one.of_module[path] for one in loaded]
+            on_in = stack_adapters([own.get("weight", own.get("w_in")) for own in given])
+            on_out = stack_adapters([own.get("w_out") for own in given])
+            self._stacks[path] = _Stack(tuple(one.root for one in loaded), on_in, on_out)
+            if not loaded:
+                del self._stacks[path]
+            for slot, own in enumerate(given):
+                for which, one in own.items():
+                    own[which] = _in_slot(on_out if which == "w_out" else on_in, slot, one)
 
     def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
         """Spans of tokens with the same adapter."""
@@ -171,6 +200,7 @@ class Adapters:
             yield
         finally:
             self._runs = self._expert_runs = ()
+            self._slots.clear()
 
     def _check(self, path: str, folder: Path) -> None:
         """Raise ConfigError if the module of an adapter is of an unsupported kind."""
@@ -219,16 +249,41 @@ class Adapters:
             if isinstance(module, Linear):
                 module.register_forward_hook(partial(_add_to, own, path))
             elif isinstance(module, DenseMLP):
-                module.of_rows.append(partial(_of_tokens, own, path))
+                module.of_tokens.append(partial(_of_tokens, own, path))
             elif isinstance(module, MoELayer) and module.grouped is not None:
                 way = module.dispatcher
                 is_exact = isinstance(way, CoordinatedDispatcher) and way.is_exact
                 each = module.top_k if is_exact else 1
-                module.grouped.of_rows.append(partial(_of_expert_rows, own, f"{path}.experts", each))
+                path = f"{path}.experts"
+                module.grouped.of_tokens.append(partial(_of_tokens, own, path, rows_per_token=each, of_experts=True))
 
-    def spans(self, *, of_experts: bool = False) -> tuple[AdapterSpan, ...]:
-        """Adapter spans of the step's tokens, or of the tokens that this rank's experts receive."""
-        return self._expert_runs if of_experts else self._runs
+    def of_tokens(
+        self, path: str, num_rows: int, *, rows_per_token: int = 1, of_experts: bool = False
+    ) -> TokenAdapters | None:
+        """Adapters of a module for the step's tokens, or for the tokens that this rank's experts receive, which may
+        have more rows each; None if no token has one."""
+        spans, stack = self._expert_runs if of_experts else self._runs, self._stacks.get(path)
+        if stack is None or not spans:
+            return None
+        key = stack.roots, num_rows, rows_per_token, of_experts
+        if key not in self._slots:
+            slots = [-1] * num_rows
+            for first, stop, adapter in spans:
+                if adapter.root in stack.roots:
+                    rows = (stop - first) * rows_per_token
+                    slots[first * rows_per_token : stop * rows_per_token] = [stack.roots.index(adapter.root)] * rows
+            own = TokenAdapters.of_slots(slots, self._model.device)
+            self._slots[key] = own if len(own.tokens_n) else None
+        found = self._slots[key]
+        return None if found is None else found._replace(on_in=stack.on_in, on_out=stack.on_out)
+
+
+def _in_slot(stack: LowRank | None, slot: int, own: LowRank) -> LowRank:
+    """View of an adapter's factors in a stack."""
+    assert stack is not None
+    E, rank, _ = own.a_ErK.shape
+    a, b = (factor.narrow(0, slot * E, E) for factor in (stack.a_ErK, stack.b_ENr))
+    return own._replace(a_ErK=a[:, :rank], b_ENr=b[:, :, :rank])
 
 
 class _Owner:
@@ -256,7 +311,7 @@ def detach_collected(model: nn.Module) -> None:
         for key, hook in list(module._forward_hooks.items()):
             if _is_idle(hook):
                 del module._forward_hooks[key]
-        if (hooks := getattr(module, "of_rows", None)) is not None:
+        if (hooks := getattr(module, "of_tokens", None)) is not None:
             hooks[:] = [hook for hook in hooks if not _is_idle(hook)]
 
 
@@ -267,37 +322,14 @@ def _is_idle(hook: Any) -> bool:
 
 def _add_to(owner: _Owner, path: str, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
     """Add the adapters' outputs to the output of a linear map, in place."""
-    adapters = owner()
-    if adapters is None or not (spans := adapters.spans()):
-        return
-    assert isinstance(module, Linear)
-    linear = module.arithmetic.in_mode(module.training).linear
     x_TK, y_TN = args[0].flatten(0, -2), y.view(-1, y.shape[-1])
-    for first, stop, adapter in spans:
-        own = adapter.of_module.get(path)
-        if own is not None:
-            a_ErK, b_ENr, *_ = own["weight"]
-            low_nr = linear(x_TK[first:stop], a_ErK[0], backend=module.backend)
-            y_TN[first:stop] += linear(low_nr, b_ENr[0], backend=module.backend)
+    if (own := _of_tokens(owner, path, len(x_TK))) is not None:
+        assert isinstance(module, Linear)
+        is_invariant = module.arithmetic.in_mode(module.training).is_invariant_for(x_TK)
+        add_of_tokens(y_TN, x_TK, own, batch_invariant=is_invariant, backend=module.backend)
 
 
-def _of_tokens(owner: _Owner, path: str) -> tuple[AdapterRun, ...]:
-    """Adapter runs for a dense module, whose rows are the step's tokens."""
+def _of_tokens(owner: _Owner, path: str, num_rows: int, **how: Any) -> TokenAdapters | None:
+    """See `Adapters.of_tokens`."""
     adapters = owner()
-    return () if adapters is None else _adapter_runs(path, adapters.spans(), 1)
-
-
-def _of_expert_rows(owner: _Owner, path: str, each: int) -> tuple[AdapterRun, ...]:
-    """Adapter runs for the experts of a layer, which see `each` rows of a token."""
-    adapters = owner()
-    return () if adapters is None else _adapter_runs(path, adapters.spans(of_experts=True), each)
-
-
-def _adapter_runs(path: str, spans: Sequence[AdapterSpan], rows_per_token: int) -> tuple[AdapterRun, ...]:
-    """Low-rank additions of a module to runs of its rows, for the spans whose adapter has some."""
-    runs = []
-    for first, stop, adapter in spans:
-        if own := adapter.of_module.get(path):
-            rows = first * rows_per_token, stop * rows_per_token
-            runs.append(AdapterRun(*rows, own.get("w_in"), own.get("w_out")))
-    return tuple(runs)
+    return None if adapters is None else adapters.of_tokens(path, num_rows, **how)

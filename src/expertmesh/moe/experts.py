@@ -13,7 +13,7 @@ from expertmesh.moe.expert_paging import ExpertPaging
 from expertmesh.moe.module_adapters import ModuleAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall
+from expertmesh.ops.experts.call import ExpertsCall, TokenAdapters
 from expertmesh.ops.experts.deferred_wgrad import DeferredWeightGradients
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import (
@@ -26,13 +26,15 @@ from expertmesh.ops.op_set import DEFAULT_OPS, NO_ADAPTERS, OpSet
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
-OfRows = Callable[[], tuple[AdapterRun, ...]]
-"""Function that returns the adapter runs of the current call: which tokens use which adapter. The model's caller keeps
-it up to date."""
+OfTokens = Callable[[int], TokenAdapters | None]
+"""Function of the number of tokens that returns the adapters of the current call's tokens. The model's caller keeps it
+up to date."""
 
 
-def _runs(of_rows: list[OfRows]) -> tuple[AdapterRun, ...]:
-    return tuple(run for one in tuple(of_rows) for run in one()) if of_rows else ()
+def _adapters_of(of_tokens: list[OfTokens], x_TD: Tensor) -> TokenAdapters | None:
+    """Adapters of tokens by the function that knows some: steps of two engines do not overlap."""
+    found = (of(len(x_TD)) for of in tuple(of_tokens))
+    return next((one for one in found if one is not None), None)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class DenseMLP(nn.Module):
         branches = num_branches(activation)
         self.activation = activation
         self.adapters: ModuleAdapters | None = None
-        self.of_rows: list[OfRows] = []
+        self.of_tokens: list[OfTokens] = []
         self.arithmetic, self.backend = arithmetic, backend
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -97,7 +99,7 @@ class DenseMLP(nn.Module):
             b_out_D=self.b_out,
             backend=self.backend,
             adapters=NO_ADAPTERS if self.adapters is None else self.adapters(),
-            runs=_runs(self.of_rows),
+            of_tokens=_adapters_of(self.of_tokens, x_TD),
         )
 
 
@@ -139,7 +141,7 @@ class GroupedExperts(nn.Module):
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
         self.adapters: ModuleAdapters | None = None
-        self.of_rows: list[OfRows] = []
+        self.of_tokens: list[OfTokens] = []
         self.compute_device: torch.device | None = None  # if not the parameters'
         # slots in place of the tensors, see `put_into_slots`; None: all experts are here
         self.paging: ExpertPaging | None = None
@@ -329,8 +331,8 @@ class GroupedExperts(nn.Module):
         )
         if self.adapters is not None:
             call = call._replace(adapters=self.adapters())
-        if self.of_rows:
-            call = call._replace(runs=_runs(self.of_rows))
+        if self.of_tokens:
+            call = call._replace(of_tokens=_adapters_of(self.of_tokens, x_TD))
         if call.has_adapters:
             call = call._replace(batch_invariant=arithmetic.is_invariant_for(x_TD))
         if self.main_grads is not None and torch.is_grad_enabled():

@@ -24,7 +24,7 @@ from expertmesh.ops.attention.scores import ScoreRule
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, without_autocast
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.call import ExpertsCall, LowRank, TokenAdapters
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
@@ -62,7 +62,7 @@ class OpSet:
     head_linear: Callable[[Tensor, Tensor], Tensor]  # (x_THn, w_Hmn) -> (T, H, m), each head times its own matrix
     # (q_BHSd, k_BHLd, v_BHLd, visible, rule=None); see `expertmesh.ops.attention.dense.attention`
     attention: Callable[..., Tensor]
-    # dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or the adapters of `runs`
+    # dense feed-forward block, (T, D) -> (T, D), with `adapters` on its matrices, or adapters of single tokens
     mlp: Callable[..., Tensor]
 
     def in_mode(self, training: bool) -> "OpSet":
@@ -116,11 +116,11 @@ def _mlp(
     b_out_D: Tensor | None = None,
     backend: str = "auto",
     adapters: Adapters = NO_ADAPTERS,
-    runs: tuple[AdapterRun, ...] = (),
+    of_tokens: TokenAdapters | None = None,
 ) -> Tensor:
-    if runs:
+    if of_tokens is not None:
         given: dict[str, Any] = {"b_in_GF": b_in_GF, "b_out_D": b_out_D, "activation": activation}
-        return _of_one_expert(x_TD, w_in_GFD, w_out_DF, **given, backend=backend, runs=runs)
+        return _of_one_expert(x_TD, w_in_GFD, w_out_DF, **given, backend=backend, of_tokens=of_tokens)
     b_in = None if b_in_GF is None else b_in_GF.flatten()
     h_TN = _linear(x_TD, w_in_GFD.flatten(0, 1), b_in)
     h_TN = with_adapter(h_TN, x_TD, adapters[0], _linear)
@@ -155,7 +155,7 @@ def _of_one_expert(
     backend: str = "auto",
     batch_invariant: bool = False,
     adapters: Adapters = NO_ADAPTERS,
-    runs: tuple[AdapterRun, ...] = (),
+    of_tokens: TokenAdapters | None = None,
 ) -> Tensor:
     """Compute `_mlp` as a layer with one expert, to which all tokens go with weight 1."""
     experts = ExpertWeights.of(
@@ -170,7 +170,7 @@ def _of_one_expert(
     ones_TK = torch.ones(T, 1, dtype=accumulate_dtype(x_TD.dtype), device=device)
     call = ExpertsCall(x_TD, ones_TK, experts, backend, ids_TK, batch_invariant=batch_invariant)
     given = None if adapters == NO_ADAPTERS else adapters
-    return compute(call._replace(adapters=given, runs=runs))
+    return compute(call._replace(adapters=given, of_tokens=of_tokens))
 
 
 def _invariant_router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.oracle.numerics import assert_two_times
+from tests.support.adapters import of_runs
 from tests.support.experts_case import ExpertsCase, draw_ids
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import route_metadata
 from expertmesh.ops.experts.backends import BACKENDS
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.moe_mlp import compute, moe_mlp
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.quantized.pack import from_nibbles, nibbles
@@ -343,15 +344,15 @@ def test_rows_with_adapters_have_the_same_bits_alone_and_beside_others(dtype):
             torch.randn(5, 3, columns, generator=generator),
             torch.randn(5, rows, 3, generator=generator),
         )
-        return LowRank(a.to(dtype), b.to(dtype), 0.5, False)
+        return LowRank(a.to(dtype), (0.5 * b).to(dtype), 1.0, False)
 
     def adapted(call, runs):
         with torch.no_grad():
-            return compute(call._replace(runs=runs))
+            return compute(call._replace(of_tokens=of_runs(len(call.x_TD), runs)))
 
     runs = (
-        AdapterRun(0, 20, low_rank(100, 70), low_rank(70, 50)),
-        AdapterRun(24, 30, None, low_rank(70, 50)),
+        (0, 20, low_rank(100, 70), low_rank(70, 50)),
+        (24, 30, None, low_rank(70, 50)),
     )
     whole, plain = adapted(call, runs), computed(call)
     for t in range(37):
@@ -360,7 +361,7 @@ def test_rows_with_adapters_have_the_same_bits_alone_and_beside_others(dtype):
             ids_TK=call.ids_TK[t : t + 1],
             weights_TK=call.weights_TK[t : t + 1],
         )
-        own = [run for run in runs if run.first <= t < run.stop]
-        found = adapted(part, tuple(run._replace(first=0, stop=1) for run in own))
+        own = [run for run in runs if run[0] <= t < run[1]]
+        found = adapted(part, [(0, 1, *run[2:]) for run in own])
         assert torch.equal(found[0], whole[t]), t
         assert torch.equal(whole[t], plain[t]) != bool(own), t

@@ -5,9 +5,10 @@ import pytest
 import torch
 from tests.ops.experts.test_native import make_call, quantized_call, two_threads  # noqa: F401
 from tests.oracle.numerics import assert_two_times
+from tests.support.adapters import of_runs
 from tests.support.poison import poisoned_empty
 
-from expertmesh.ops.experts.call import AdapterRun, LowRank
+from expertmesh.ops.experts.call import LowRank
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
@@ -58,24 +59,31 @@ def low_rank(call, *, on_in, seed):
     rows, columns = (2 * F, D) if on_in else (D, F)
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(E, *s, generator=generator) for s in ((3, columns), (rows, 3)))
-    return LowRank(a.to(call.x_TD.dtype), b.to(call.x_TD.dtype), 0.1, False)
+    return LowRank(a.to(call.x_TD.dtype), (0.1 * b).to(call.x_TD.dtype), 1.0, False)
 
 
 def with_adapters(call):
     """Rows with an adapter of both matrices, without one, and with one of w_out."""
     T = len(call.x_TD)
+    one, two = adapters_of(call)
+    return call._replace(of_tokens=of_runs(T, [(0, T // 2, *one), (T // 2 + 9, T, *two)]))
+
+
+def adapters_of(call):
     one = (low_rank(call, on_in=True, seed=1), low_rank(call, on_in=False, seed=2))
-    two = (None, low_rank(call, on_in=False, seed=3))
-    return call._replace(runs=(AdapterRun(0, T // 2, *one), AdapterRun(T // 2 + 9, T, *two)))
+    return one, (None, low_rank(call, on_in=False, seed=3))
 
 
 def part_of(call, start, stop):
-    runs = (run._replace(first=max(run.first, start) - start, stop=min(run.stop, stop) - start) for run in call.runs)
+    own = call.of_tokens
+    if own is not None:
+        slots = own.slot_T[start:stop].tolist()
+        own = type(own).of_slots(slots, torch.device("cpu"))._replace(on_in=own.on_in, on_out=own.on_out)
     return call._replace(
         x_TD=call.x_TD[start:stop],
         ids_TK=call.ids_TK[start:stop],
         weights_TK=call.weights_TK[start:stop],
-        runs=tuple(run for run in runs if run.first < run.stop),
+        of_tokens=own,
     )
 
 
@@ -129,12 +137,12 @@ def test_adapted_rows_are_as_exact_as_pytorch(format, dtype, shape):
     live[3::11] = False
     wide_experts = call.experts.joined(torch.float64)
 
-    def merged(kind, run):
+    def merged(kind, own):
         """Experts with an adapter in their matrices, in a type."""
         matrices = [wide_experts.w_in_EGFD, wide_experts.w_out_EDF]
-        for i, adapter in enumerate((None, None) if run is None else (run.on_in, run.on_out)):
+        for i, adapter in enumerate(own):
             if adapter is not None:
-                added = adapter.b_ENr.double() @ adapter.a_ErK.double() * adapter.scaling
+                added = adapter.b_ENr.double() @ adapter.a_ErK.double()
                 matrices[i] = matrices[i] + added.view(matrices[i].shape)
         biases = [b.to(kind) for b in (wide_experts.b_in_EGF, wide_experts.b_out_ED)]
         names = dict(zip(("b_in", "b_out"), biases, strict=True))
@@ -142,12 +150,12 @@ def test_adapted_rows_are_as_exact_as_pytorch(format, dtype, shape):
 
     def plain(kind):
         parts = []
-        runs = call.runs
-        for run, start, stop in ((runs[0], 0, 20), (None, 20, 29), (runs[1], 29, 40)):
-            one = part_of(call._replace(runs=()), start, stop)
+        first, last = adapters_of(call)
+        for own, start, stop in ((first, 0, 20), ((), 20, 29), (last, 29, 40)):
+            one = part_of(call._replace(of_tokens=None), start, stop)
             x_TD = torch.where((one.ids_TK < E).any(1, keepdim=True), one.x_TD, 0).to(kind)
             weights_TK = one.weights_TK.nan_to_num().to(torch.promote_types(kind, FP32))
-            one = one._replace(x_TD=x_TD, weights_TK=weights_TK, experts=merged(kind, run))
+            one = one._replace(x_TD=x_TD, weights_TK=weights_TK, experts=merged(kind, own))
             parts.append(compute(one._replace(backend="reference", batch_invariant=False)))
         return torch.cat(parts).detach()
 

@@ -19,14 +19,15 @@ from expertmesh.ops.activation import activate
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts import native
 from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
-from expertmesh.ops.experts.call import AdapterRun, ExpertsCall, LowRank
+from expertmesh.ops.experts.call import ExpertsCall, LowRank, TokenAdapters
 from expertmesh.ops.experts.frozen_linear import frozen_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
-from expertmesh.ops.experts.invariant import forward_of_runs as invariant_forward
+from expertmesh.ops.experts.invariant import forward_of_tokens as invariant_forward
+from expertmesh.ops.experts.invariant import low_rank as invariant_low_rank
 from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.ops.route_metadata import route_metadata
 
 Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
 """Function ((R, K) rows sorted by expert, experts, (E, N) biases or None, whether of w_in) -> (R, N) adapted
@@ -35,8 +36,8 @@ products."""
 
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read."""
-    if call.runs:
-        return _forward_of_runs(call)
+    if call.of_tokens is not None:
+        return _forward_of_tokens(call)
     assert call.maps is not None and call.adapters is not None
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
@@ -64,8 +65,9 @@ class _Invariant(torch.autograd.Function):
         assert call.adapters is not None
         ctx.call = call
         ctx.save_for_backward(*tensors)
-        run = AdapterRun(0, len(call.x_TD), *call.adapters)
-        return invariant_forward(call._replace(adapters=None, runs=(run,)))
+        all_T = torch.arange(len(call.x_TD), device=call.x_TD.device)
+        own = TokenAdapters(torch.zeros_like(all_T), all_T, *call.adapters)
+        return invariant_forward(call._replace(adapters=None, of_tokens=own))
 
     @staticmethod
     @once_differentiable
@@ -97,34 +99,31 @@ def _with_tensors(call: ExpertsCall, tensors: Sequence[Tensor]) -> ExpertsCall:
     )
 
 
-def _forward_of_runs(call: ExpertsCall) -> Tensor:
+def _forward_of_tokens(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not
     synchronise."""
-    assert call.maps is not None
+    maps, own = call.maps, call.of_tokens
+    assert maps is not None and own is not None
     if call.batch_invariant:
-        return _forward_of_runs_invariant(call)
-    rows = [_rows_of(run, call.maps, call.weights_TK.shape[1]) for run in call.runs]
-    how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
+        return _forward_of_tokens_invariant(call, own)
+    how: dict[str, Any] = {"offsets_E": maps.offsets_E, "backend": call.backend}
     on_in, on_out = (
-        partial(_times_of_runs, list(zip(rows, each, strict=True)), **how)
-        for each in ([run.on_in for run in call.runs], [run.on_out for run in call.runs])
+        partial(_times_of_rows, one, None if one is None else _rows_of(own, one, call), **how)
+        for one in (own.on_in, own.on_out)
     )
     return _between(call, on_in, on_out)
 
 
-def _forward_of_runs_invariant(call: ExpertsCall) -> Tensor:
-    """Compute `forward_of_runs` with batch-invariant sums; tokens without adapters get the bits of a call without
-    runs."""
-    maps, bare = call.maps, call._replace(runs=())
+def _forward_of_tokens_invariant(call: ExpertsCall, own: TokenAdapters) -> Tensor:
+    """Compute `forward_of_tokens` with batch-invariant sums; tokens without adapters get the bits of a call without
+    them."""
+    maps, bare = call.maps, call._replace(of_tokens=None)
     assert maps is not None
     if not native.serves_rows(bare):
         return invariant_forward(call)
     E = call.experts.num_experts
     ids_TK = native.ids_of(maps, call.weights_TK.shape)
-    has_T1 = torch.zeros(len(ids_TK), 1, dtype=torch.bool, device=ids_TK.device)
-    for run in call.runs:
-        if run.on_in is not None or run.on_out is not None:
-            has_T1[run.first : run.stop] = True
+    has_T1 = own.slot_T[:, None] >= 0
     with_TK, without_TK = ids_TK.masked_fill(~has_T1, E), ids_TK.masked_fill(has_T1, E)
     y_TD, _ = native.forward_of_rows(bare._replace(maps=route_metadata(without_TK, E)), save_h=False)
     return torch.where(has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD)
@@ -198,31 +197,51 @@ def _added(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Rows of an adapter run's tokens, as indices into all rows, and the first of them for each expert."""
+    """Rows with an adapter, as indices into all rows, sorted by its matrices; the first of them for each matrix."""
 
     index_n: Tensor
-    offsets_E: Tensor
+    offsets_G: Tensor
 
 
-def _rows_of(run: AdapterRun, maps: RouteMetadata, top_k: int) -> _Rows:
-    index_n = maps.row_of_slot_N[run.first * top_k : run.stop * top_k].sort().values
-    offsets_E = torch.searchsorted(index_n, maps.offsets_E, out_int32=True)
+def _rows_of(own: TokenAdapters, adapter: LowRank, call: ExpertsCall) -> _Rows:
+    maps, top_k = call.maps, call.weights_TK.shape[1]
+    assert maps is not None
+    E, num_matrices = call.experts.num_experts, len(adapter.a_ErK)
+    row_n = maps.row_of_slot_N.view(-1, top_k)[own.tokens_n].flatten()
+    expert_n = torch.searchsorted(maps.offsets_E, row_n, right=True) - 1
+    matrix_n = own.slot_T[own.tokens_n].repeat_interleave(top_k) * E + expert_n
     # slots without an expert lie behind all rows; their products are zeros, so they may be added to any row
-    return _Rows(index_n.clamp(max=max(len(maps.token_of_row_N) - 1, 0)), offsets_E)
+    matrix_n = torch.where(expert_n < E, matrix_n, num_matrices)
+    sorted_n, order_n = matrix_n.sort(stable=True)
+    bounds_G = torch.arange(num_matrices + 1, device=sorted_n.device)
+    last = max(len(maps.token_of_row_N) - 1, 0)
+    return _Rows(row_n[order_n].clamp(max=last), torch.searchsorted(sorted_n, bounds_G, out_int32=True))
 
 
-def _times_of_runs(
-    runs: list[tuple[_Rows, LowRank | None]],
+def _times_of_rows(
+    adapter: LowRank | None,
+    rows: _Rows | None,
     x_RK: Tensor,
     experts: ExpertSlice,
     b_EN: Tensor | None,
     is_in: bool,
     **how: Any,
 ) -> Tensor:
-    """Multiply as `_times` does, each run's rows with its own adapter."""
+    """Multiply as `_times` does, some rows with their own adapter."""
     y_RN = _base(x_RK, experts, b_EN, is_in, **how)
-    for rows, adapter in runs:
-        if adapter is not None and len(rows.index_n):
-            own = {**how, "offsets_E": rows.offsets_E}
-            y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
+    if adapter is not None and rows is not None and len(y_RN):
+        own = {**how, "offsets_E": rows.offsets_G}
+        y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
     return y_RN
+
+
+def add_of_tokens(y_TN: Tensor, x_TK: Tensor, own: TokenAdapters, *, batch_invariant: bool, backend: str) -> None:
+    """Add the adapters of tokens to their products with one matrix, in place; not differentiable."""
+    assert own.on_in is not None
+    x_nK, slot_n = x_TK[own.tokens_n], own.slot_T[own.tokens_n]
+    if batch_invariant:
+        z_nN = invariant_low_rank(x_nK, own.on_in, slot_n, y_TN.dtype)
+    else:
+        bounds_A = torch.arange(len(own.on_in.a_ErK) + 1, device=slot_n.device)
+        z_nN = _added(x_nK, own.on_in, offsets_E=torch.searchsorted(slot_n, bounds_A, out_int32=True), backend=backend)
+    y_TN.index_add_(0, own.tokens_n, z_nN)

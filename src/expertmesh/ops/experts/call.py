@@ -8,6 +8,8 @@ each, are added in FP32 (FP64 for FP64) in the order of the slices.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -30,13 +32,41 @@ class LowRank(NamedTuple):
     drop: Callable[[Tensor], Tensor] | None = None  # dropout of its input, of a dense matrix
 
 
-class AdapterRun(NamedTuple):
-    """Run of consecutive tokens with their own adapters."""
+class TokenAdapters(NamedTuple):
+    """A adapters of a module's matrices, of which each token has at most one."""
 
-    first: int  # first token
-    stop: int  # last token + 1
-    on_in: LowRank | None  # adapter of w_in, or None
-    on_out: LowRank | None  # adapter of w_out, or None
+    slot_T: Tensor  # (T,) int64, the adapter of each token, -1 without one
+    tokens_n: Tensor  # (n,) int64, tokens with an adapter, sorted by it
+    # adapters of w_in (of a linear map: of its weight) and of w_out, one after another: (A * E, r, K), (A * E, N, r),
+    # or (A, r, K), (A, N, r) if all experts share them
+    on_in: LowRank | None = None
+    on_out: LowRank | None = None
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[int], device: torch.device) -> "TokenAdapters":
+        """Slots of tokens, without matrices."""
+        order = sorted((slot, token) for token, slot in enumerate(slots) if slot >= 0)
+        both = torch.tensor([*slots, *(token for _, token in order)], dtype=torch.int64).to(device)
+        return cls(both[: len(slots)], both[len(slots) :])
+
+
+def stack_adapters(adapters: Sequence[LowRank | None]) -> LowRank | None:
+    """Adapters of one matrix after another, with scaling 1, padded to the largest rank, with zeros in place of None;
+    None for none."""
+    known = [one for one in adapters if one is not None]
+    assert all(one.scaling == 1 for one in known)
+    if not known:
+        return None
+    rank = max(one.a_ErK.shape[1] for one in known)
+
+    def padded(one: LowRank | None) -> tuple[Tensor, Tensor]:
+        a, b, *_ = known[0] if one is None else one
+        more = rank - a.shape[1]
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return (a, b) if one is not None else (torch.zeros_like(a), torch.zeros_like(b))
+
+    a, b = zip(*map(padded, adapters), strict=True)
+    return LowRank(torch.cat(a), torch.cat(b), 1.0, known[0].is_shared)
 
 
 class ExpertsCall(NamedTuple):
@@ -52,7 +82,7 @@ class ExpertsCall(NamedTuple):
         maps: the order of the rows; None before it is computed, which some backends do not need.
         batch_invariant: whether a row's result must be bitwise the same in every batch.
         adapters: adapters of w_in and of w_out for all tokens; None: no adapters.
-        runs: runs of tokens with their own adapters, in order, instead of `adapters`; for inference only.
+        of_tokens: adapters of single tokens, instead of `adapters`; for inference only.
     """
 
     x_TD: Tensor
@@ -63,12 +93,12 @@ class ExpertsCall(NamedTuple):
     maps: RouteMetadata | None = None
     batch_invariant: bool = False
     adapters: tuple[LowRank | None, LowRank | None] | None = None
-    runs: tuple[AdapterRun, ...] = ()
+    of_tokens: TokenAdapters | None = None
 
     @property
     def has_adapters(self) -> bool:
         """Whether the experts' matrices have adapters."""
-        return self.adapters is not None or bool(self.runs)
+        return self.adapters is not None or self.of_tokens is not None
 
     @property
     def differentiable(self) -> list[Tensor]:

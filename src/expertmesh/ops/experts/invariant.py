@@ -4,7 +4,7 @@ Made for inference, but differentiable once, by the backward of the other backen
 concatenated by a copy. Without Triton it synchronises with a GPU to read the offsets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ def forward_triton(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
 
 def forward(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) by batch-invariant products; H has no rows."""
-    return forward_of_runs(call), _without_rows(call)
+    return forward_of_tokens(call), _without_rows(call)
 
 
-def forward_of_runs(call: ExpertsCall) -> Tensor:
+def forward_of_tokens(call: ExpertsCall) -> Tensor:
     """Compute y (T, D) with each token's adapters; rows without adapters get the bits of `forward`."""
     x_TD, maps = call.x_TD, call.maps
     assert maps is not None
@@ -50,23 +50,24 @@ def forward_of_runs(call: ExpertsCall) -> Tensor:
     # whole weights stay in their format: one expert is widened at a time
     w = call.experts
     experts = w.slices()[0] if w.is_whole else w.joined(dtype)
-    _, G, F, D = experts.shape
+    E, G, F, D = experts.shape
     num_rows = int(maps.offsets_E[-1])
     id_R = torch.repeat_interleave(maps.offsets_E.diff().to(torch.int64), output_size=num_rows)
     s_R1 = row_weights(call.weights_TK, maps, num_rows, x_TD.dtype)[:, None]
     y_RD = x_TD.new_empty(num_rows, D, dtype=dtype)
-    run_of_T = _run_of_tokens(call)
+    own = call.of_tokens
     for start in range(0, num_rows, _CHUNK_ROWS):
         rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
         token_n, s_n1, id_n = maps.token_of_row_N[rows], s_R1[rows], id_R[rows]
-        run_of_n = None if run_of_T is None else run_of_T[token_n]
         x_nD = x_TD.index_select(0, token_n).to(dtype)
         h_nH = _products(x_nD, experts, id_n, x_TD.dtype, is_in=True)
-        _add_adapters([run.on_in for run in call.runs], run_of_n, id_n, x_nD, h_nH)
+        if own is not None:
+            _add_adapters(own.on_in, own.slot_T[token_n], id_n, E, x_nD, h_nH)
         h_nGF = h_nH.to(s_n1.dtype).unflatten(1, (G, F))
         a_nF = (invariant.activate(h_nGF, inner_name(experts.activation)) * s_n1).to(dtype)
         y_nD = _products(a_nF, experts, id_n, x_TD.dtype, is_in=False)
-        _add_adapters([run.on_out for run in call.runs], run_of_n, id_n, a_nF, y_nD)
+        if own is not None:
+            _add_adapters(own.on_out, own.slot_T[token_n], id_n, E, a_nF, y_nD)
         b_ED = experts.b_out_ED
         y_RD[rows] = y_nD if b_ED is None else y_nD + s_n1 * b_ED.index_select(0, id_n)
     top_k = call.weights_TK.shape[1]
@@ -103,34 +104,23 @@ def _of_each(
     return y_nN
 
 
-def _run_of_tokens(call: ExpertsCall) -> Tensor | None:
-    """(T,) index of each token's adapter run, -1 without one; None without runs."""
-    if not call.runs:
-        return None
-    run_of_T = torch.full((len(call.x_TD),), -1, device=call.x_TD.device)
-    for number, run in enumerate(call.runs):
-        run_of_T[run.first : run.stop] = number
-    return run_of_T
-
-
 def _add_adapters(
-    of_runs: Sequence[LowRank | None],
-    run_of_n: Tensor | None,
-    id_n: Tensor,
-    x_nK: Tensor,
-    y_nN: Tensor,
+    adapter: LowRank | None, slot_n: Tensor, id_n: Tensor, num_experts: int, x_nK: Tensor, y_nN: Tensor
 ) -> None:
-    """Add each run's adapter, thin products of its rows alone, to the products of the rows."""
-    numbers = [] if run_of_n is None else run_of_n.unique().tolist()
-    for number in numbers:
-        adapter = None if number < 0 else of_runs[number]
-        if adapter is None:
-            continue
-        at = (run_of_n == number).nonzero()[:, 0]
-        own_n = id_n.new_zeros(len(at)) if adapter.is_shared else id_n.index_select(0, at)
-        a_ErK, b_ENr = (factor.to(y_nN.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-        low_nr = _of_each(x_nK.index_select(0, at), own_n, a_ErK)
-        y_nN[at] += _of_each(low_nr * adapter.scaling, own_n, b_ENr)
+    """Add the rows' adapters, thin products, to the products of the rows with their experts' matrices."""
+    at_m = (slot_n >= 0).nonzero()[:, 0]
+    if adapter is None or not len(at_m):
+        return
+    slot_m = slot_n[at_m]
+    matrix_m = slot_m if adapter.is_shared else slot_m * num_experts + id_n[at_m]
+    y_nN[at_m] += low_rank(x_nK.index_select(0, at_m), adapter, matrix_m, y_nN.dtype)
+
+
+def low_rank(x_nK: Tensor, adapter: LowRank, matrix_n: Tensor, dtype: torch.dtype) -> Tensor:
+    """Products s (x A^T) B^T, (n, N), of rows with their own of the adapter's matrices."""
+    a_ErK, b_ENr = (factor.to(dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
+    low_nr = _of_each(x_nK, matrix_n, a_ErK)
+    return _of_each(low_nr if adapter.scaling == 1 else low_nr * adapter.scaling, matrix_n, b_ENr)
 
 
 def _without_rows(call: ExpertsCall) -> list[Tensor]:
