@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh import lora as em_lora
 from expertmesh.config.engine import EngineConfig
@@ -206,6 +208,38 @@ def test_changes_of_the_model_are_seen(change):
     assert after == answers(Engine(model, compile=False))
     assert (after == before) == (change in (hooked, wrapped))
     assert bool(engine._runner.faster.problem) == (change in (hooked, wrapped, adapted))
+
+
+@contextlib.contextmanager
+def counted_by_hooks(calls):
+    hook = register_module_forward_hook(lambda *args: calls.append(1))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def counted_flops(calls):
+    with FlopCounterMode(display=False) as counter:
+        yield
+    calls.append(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("counted", [counted_by_hooks, counted_flops])
+def test_what_watches_every_step_sees_every_step(counted):
+    model = gpt(torch.float32)
+    engine, plain = (Engine(model, prefix_caching=False, **how) for how in ({}, {"compile": False}))
+    answers(engine)
+    recorded = dict(engine._runner.faster._recorded)
+    assert recorded
+    seen, expected = [], []
+    with counted(seen):
+        answers(engine)
+    with counted(expected):
+        answers(plain)
+    assert sum(seen) == sum(expected) > 0
+    assert engine._runner.faster._recorded == recorded
 
 
 def test_what_cannot_be_recorded_is_refused():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.costs.graph_memory import TABLE_WIDTHS
@@ -23,6 +24,7 @@ from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.plain_call import runs_plainly
 
 MOST_TOKENS = 64
 """Largest number of tokens of a step that is recorded; of more, Python's time is a small part (docs/log.md)."""
@@ -90,8 +92,7 @@ class RecordedSteps:
         if self._structure_now() != self._structure:  # modules, adapters or hooks came or went
             self._look()
         chunks = batch.chunks
-        # autocast keeps casts of weights, which later steps would find again though the weights have changed
-        if self.problem or autocast_dtype(_CPU) or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
+        if self.problem or _is_watched() or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:
             return None
         blocks = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1
         return Padding(TABLE_WIDTHS[bisect_left(TABLE_WIDTHS, blocks)])
@@ -148,6 +149,12 @@ class RecordedSteps:
         self.problem = self._refusal = problem
         self._recorded.clear()
         _log.warning("the engine's steps are not recorded: %s", problem)
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to see every step: a dispatch mode (counters of FLOPs), a transform, hooks of all modules;
+    or autocast, which keeps casts of weights that later steps would find again though the weights have changed."""
+    return bool(not runs_plainly() or _has_any_global_hook() or autocast_dtype(_CPU))
 
 
 def _are_equal(one: Computed, other: Computed) -> bool:
