@@ -19,8 +19,9 @@ from expertmesh.text.tokenizer import tokens_to_add
 def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *, special: bool = False) -> int:
     """Add tokens to a tokenizer, and rows to its model if it has too few; on an error nothing is changed.
 
-    New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build
-    the optimizer and spread the model afterwards. Every rank that has the whole embedding must call.
+    Rows of new tokens are the mean of those with a token, so that a new one starts with about average probability
+    (Hewitt 2021). Build the optimizer and spread the model afterwards. Every rank that has the whole embedding must
+    call.
 
     Args:
         model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use
@@ -53,13 +54,17 @@ def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *,
         if not isinstance(token, str) or not token.strip():
             raise ConfigError(f"tokens: {shown(token)} is no text, or empty; leave it out")
     made = tokens_to_add(tokenizer, dict.fromkeys(tokens), special=special, option="tokens")
-    num_new = sum(tokenizer.token_to_id(token.content) is None for token in made)
-    found = _resizable(model)
-    size = tokenizer.get_vocab_size() + num_new
-    if size > found.vocab_size:
-        resize_vocabulary(found, size)
+    found, vocab = _resizable(model), tokenizer.get_vocab()
+    first = max(vocab.values()) + 1
+    used = min(first, found.vocab_size)
+    rows = slice(first, first + sum(token.content not in vocab for token in made))
+    if rows.stop > found.vocab_size:
+        resize_vocabulary(found, rows.stop)
     tokenizer.add_tokens(made)
-    return num_new
+    for module in _tables(found).values():
+        old_VD = module.weight.detach()[:used]
+        module.weight.detach()[rows] = old_VD.to(accumulate_dtype(old_VD.dtype)).mean(0)
+    return rows.stop - first
 
 
 def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = True) -> None:
