@@ -5,10 +5,8 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import ConfigError
-from expertmesh.text import new_tokens
-from expertmesh.text.tokenizer import load_tokenizer, tokens_to_add, train_tokenizer
+from expertmesh.text.tokenizer import load_tokenizer, tokens_to_add, train_tokenizer, until_files_change
 
 TEXT = "a tool and tools in a toolbox, <plan> of a stool"
 
@@ -47,11 +45,18 @@ def test_texts_that_no_token_can_be_are_one_line(file):
         tokens_to_add(tokenizer, ["<plan>"], special=True)
 
 
-def test_a_tokenizer_is_read_once_until_a_file_beside_it_changes(file, monkeypatch):
+def test_a_result_is_kept_until_the_tokenizer_or_a_file_beside_it_changes(file):
     read = []
-    monkeypatch.setattr(new_tokens, "load_tokenizer", lambda path: read.append(path) or load_tokenizer(path))
-    tokens = TokensConfig(add=("<plan>",))
-    before = [new_tokens.named_tokens(file, tokens).ids["<plan>"] for _ in range(2)]
-    (file.parent / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
-    assert new_tokens.named_tokens(file, tokens).ids["<plan>"] == before[0] + 1 == before[1] + 1
-    assert len(read) == 2
+
+    @until_files_change
+    def ids(path, text):
+        read.append(path)
+        return load_tokenizer(path).encode(text).ids
+
+    before = ids(file, "<plan>")
+    assert ids(file, "<plan>") == before != ids(file, "tool") and len(read) == 2
+    values = {"added_tokens_decoder": {"300": {"content": "<plan>", "special": False}}}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(values))
+    assert len(before) > 1 == len(ids(file, "<plan>")) and len(read) == 3
+    train_tokenizer(["other"] * 9, vocab_size=300).save(str(file))
+    assert ids(file, "other") == ids(file, "other") and len(read) == 4

@@ -272,7 +272,7 @@ def _falls_back(model: models.Model) -> bool:
 def tokens_to_add(
     tokenizer: Tokenizer, texts: Iterable[str], *, special: bool, option: str = "tokens.add"
 ) -> list[AddedToken]:
-    """Those of the texts that are no added tokens, as such; one that is a piece of the vocabulary keeps its id."""
+    """Added tokens of the texts that the tokenizer has not as such; a piece of its vocabulary keeps its id."""
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     new = []
     for text in texts:
