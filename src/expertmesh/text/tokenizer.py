@@ -18,7 +18,7 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.text.limits import BYTE_TOKENS, IN_NO_TEXT
-from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, files_in, is_read, read_tokenizer_files
+from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, files_read, read_tokenizer_files
 
 _Ts = TypeVarTuple("_Ts")
 _T = TypeVar("_T")
@@ -123,14 +123,13 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 def until_files_change(function: Callable[[Path, *_Ts], _T]) -> Callable[[Path, *_Ts], _T]:
     """A function of a tokenizer.json and hashable values, which keeps its results while the file and those beside it
     have the same bytes."""
-
     kept = lru_cache(maxsize=8)(lambda _, path, *given: function(path, *given))
 
     @wraps(function)
     def call(path: Path, *given: *_Ts) -> _T:
         path = path.absolute()
-        files = (path, *(at for folder in _places(path) for name, at in files_in(folder).items() if is_read(name)))
-        digests = tuple((at, hashlib.sha256(at.read_bytes()).digest()) for at in files if at.is_file())
+        files = (path, *(file for folder in _places(path) for file in files_read(folder)))
+        digests = tuple((file, hashlib.sha256(file.read_bytes()).digest()) for file in files if file.is_file())
         return kept(digests, path, *given)
 
     return call
