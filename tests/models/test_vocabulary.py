@@ -87,9 +87,11 @@ def test_tokens_are_added_and_learned(make, special):
     size = words.get_vocab_size()
     room = model.vocab_size - size
     tokens = [f"<{i}>" for i in range(room + 2)]
+    mean = model.embedding.weight[:size].mean(0)
     assert em.add_tokens(model, words, [*tokens, tokens[0], "<|endoftext|>"], special=special) == len(tokens)
     assert words.get_vocab_size() == model.vocab_size == 302
     assert [words.token_to_id(t) for t in tokens] == list(range(size, 302))
+    assert torch.equal(model.embedding.weight[size:], mean.expand(len(tokens), -1))
     ids = words.encode(f"some {tokens[-1]} text").ids
     assert (301 in ids) is not special
     assert em.add_tokens(model, words, tokens) == 0 and model.vocab_size == 302

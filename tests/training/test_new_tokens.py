@@ -1,9 +1,11 @@
 """`tokens.add`: tokens of a fine-tune get rows, which alone learn under adapters, and go where the run goes."""
 
 import json
+import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.hub_text import chats_file, hub_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,10 +15,11 @@ from expertmesh.checkpoints.grown_rows import is_token_rows
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.cli.main import main
 from expertmesh.cli.train import run as train_verb
+from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import quantize
 from expertmesh.runs.run_dir import find_model, load_run
-from expertmesh.text.new_tokens import GrownVocabulary
+from expertmesh.text import new_tokens
 from expertmesh.training.metrics import read_metrics
 
 # peft 0.21 asks transformers 5.23 for an attribute by its old name
@@ -49,10 +52,10 @@ def alone(tmp_path_factory):
     return base_of(place / "base")
 
 
-def trained(base, run, steps, *words):
+def trained(base, run, steps, *words, records="chats", lr="3e-2"):
     place = base.parent
     where = ["--train.run-dir", f"{place}/{run}", "--data.cache-dir", f"{place}/cache"]
-    data = ["--data.path", f"{place}/chats.jsonl", "--train.batch-size", "4", "--optim.lr", "3e-2"]
+    data = ["--data.path", f"{place}/{records}.jsonl", "--train.batch-size", "4", "--optim.lr", lr]
     rest = ["--train.no-tensorboard", "--train.device", "cpu", "--optim.schedule-steps", "4"]
     assert train_verb([str(base), *where, *data, *rest, "--train.steps", str(steps), *words]) == 0
     return place / run
@@ -66,16 +69,17 @@ def test_rows_of_the_tokens_alone_learn_under_adapters(base, capsys, tmp_path):
     peft = pytest.importorskip("peft")
     run = trained(base, "run", 4, *LORA, *ADD)
     said = "".join(capsys.readouterr())
-    before = tables(
-        find_model(base).with_weights().growing(GrownVocabulary(V, 262, tuple(ROWS), (260, 261))).open_weights()
-    )
+    tokens = TokensConfig(add=tuple(ADD[1::2]))
+    grown = new_tokens.grown_vocabulary(base / "tokenizer.json", tokens, vocab_size=V)
+    assert grown == new_tokens.GrownVocabulary(V - 1, V + 1, tuple(ROWS), (260, 261))
+    before = tables(find_model(base).with_weights().growing(grown).open_weights())
     after, original = tables(load_run(run).open_weights()), tables(find_model(base).with_weights().open_weights())
     num_learned = len(after) * len(ROWS) * 24
     assert f"new tokens {num_learned:,}" in said.split("learns: ")[1].split("rests")[0]
     assert f"new tokens {num_learned:,}" in said.split("adapters: ")[1].split("; rank")[0]
     assert "tokens.add <|user|>: in the tokenizer already" in said
     for name, rows in after.items():
-        mean = original[name].double().mean(0).float()
+        mean = original[name][: V - 1].double().mean(0).float()  # the last row has no token
         assert torch.equal(before[name][260:], mean.expand(2, -1))
         changed = (rows != before[name]).any(1).nonzero().flatten().tolist()
         assert changed == ROWS and len(rows) == 262, name
@@ -109,6 +113,40 @@ def test_rows_of_the_tokens_alone_learn_under_adapters(base, capsys, tmp_path):
         for found in (merged(ids).logits, other(ids).logits):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert main(["generate", str(tmp_path / "merged"), "<plan>", "--max-tokens", "3"]) == 0
+
+
+def test_preferences_go_on_with_the_rows_of_the_conversations(base, tmp_path):
+    """SFT -> DPO, from the run and from its folder of peft, whose ids may come in any order."""
+    sft = trained(base, "sft", 1, *LORA, *ADD)
+    pairs = [{"prompt": f"say {n}", "chosen": f"<plan>{n}</plan>", "rejected": "no"} for n in range(20)]
+    (base.parent / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    assert main(["convert", "--from", str(sft), "--to", str(base.parent / "sft-peft"), "--adapter-only"]) == 0
+    folder = base.parent / "sft-peft"
+    turn_round(folder)
+    rows = tables(load_run(sft).open_weights())
+    for start in (sft, folder):
+        dpo = ["--objective.name", "dpo", "--adapter.init-from", str(start)]
+        run = trained(base, f"dpo-{start.name}", 1, *LORA, *ADD, *dpo, records="pairs", lr="1e-6")
+        (line,) = read_metrics(run / "metrics.jsonl")
+        assert line["loss"] == pytest.approx(math.log(2))
+        for name, after in tables(load_run(run).open_weights()).items():
+            moved = (after - rows[name]).abs().amax(1)
+            assert moved.nonzero().flatten().tolist() == ROWS and moved.max() < 1e-5
+            assert (rows[name][260] - rows[name][261]).abs().max() > 1e-3, "rows that began as one mean"
+        for more, adds in (([], "none"), (ADD[:2], "<plan>"), ([*ADD[2:4], *ADD[:2], *ADD[4:]], "</plan> <plan>")):
+            with pytest.raises(ConfigError, match=rf"has rows of the tokens <\|user\|> <plan> </plan>, .* adds {adds}"):
+                trained(base, "none", 1, *LORA, *more, *dpo, records="pairs")
+
+
+def turn_round(folder):
+    """Give the rows of a folder of peft in the other order."""
+    values = json.loads((folder / "adapter_config.json").read_text())
+    values["trainable_token_indices"] = {k: ids[::-1] for k, ids in values["trainable_token_indices"].items()}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    turned = {name: t.flip(0).contiguous() if "trainable_tokens" in name else t for name, t in tensors.items()}
+    save_file(turned, file)
 
 
 def test_all_weights_learn_with_a_grown_vocabulary(alone, tmp_path):

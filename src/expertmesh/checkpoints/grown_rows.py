@@ -1,14 +1,16 @@
 """Weights of a language model whose vocabulary has grown, row by row while they are read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from expertmesh.checkpoints.box import Box
-from expertmesh.checkpoints.source import Stored, TensorSource
+from expertmesh.checkpoints.source import Stored, TensorSource, read_whole
 from expertmesh.text.new_tokens import GrownVocabulary
 
 TABLES = ("embedding.weight", "output.weight")
@@ -27,8 +29,24 @@ def token_rows_of(table: str) -> str:
     return f"{_ROWS}{table.removesuffix('.weight')}.rows"
 
 
+class TrainedTokens(NamedTuple):
+    """Tokens whose rows learned."""
+
+    ids: Sequence[int] = ()  # ascending
+    rows: Mapping[str, Tensor] = MappingProxyType({})  # (N, D) by the names of `TABLES`
+
+
+def trained_tokens(learned: TensorSource, grown: GrownVocabulary | None) -> TrainedTokens:
+    """Rows that learned beside adapters."""
+    if grown is None:
+        return TrainedTokens()
+    names = {table: token_rows_of(table) for table in TABLES if token_rows_of(table) in learned.tensors}
+    return TrainedTokens(grown.ids, {table: read_whole(learned, name) for table, name in names.items()})
+
+
 class GrownRows:
-    """Tensors of a model with a larger vocabulary, new rows of which are the mean of the others; a `TensorSource`.
+    """Tensors of a model with a larger vocabulary, new rows of which are the mean of those with a token; a
+    `TensorSource`.
 
     It has the rows of the named tokens as tensors of their own, too: see `token_rows_of`.
     """
@@ -67,24 +85,24 @@ class GrownRows:
     def _read_rows(self, table: str, box: Box, into: Tensor) -> None:
         """Copy a part of a matrix, whose new rows the model lacks or has without a token."""
         first, stop = box[0].start, box[0].stop
-        known = min(stop, self._grown.before)
+        known = min(stop, self._source.tensors[table].shape[0])
         if first < known:
             self._source.read(table, (slice(first, known), box[1]), into[: known - first])
         for row in (*range(max(known, first), stop), *(i for i in self._grown.new if first <= i < known)):
             into[row - first].copy_(self._mean(table, box[1]))
 
     def _mean(self, table: str, columns: slice) -> Tensor:
-        """Mean of the rows that the model had, some columns of it."""
+        """Mean of the rows that had a token, some columns of it."""
         key = table, columns.start, columns.stop
         if key not in self._means:
             total = sum(part.double().sum(0) for part in self._parts(table, columns))
-            self._means[key] = torch.as_tensor(total) / self._grown.before
+            self._means[key] = torch.as_tensor(total) / self._grown.used
         return self._means[key]
 
     def _parts(self, table: str, columns: slice) -> Iterator[Tensor]:
         dtype = self._source.tensors[table].dtype
-        for first in range(0, self._grown.before, _CHUNK):
-            rows = slice(first, min(first + _CHUNK, self._grown.before))
+        for first in range(0, self._grown.used, _CHUNK):
+            rows = slice(first, min(first + _CHUNK, self._grown.used))
             part = torch.empty(rows.stop - first, columns.stop - columns.start, dtype=dtype)
             self._source.read(table, (rows, columns), part)
             yield part

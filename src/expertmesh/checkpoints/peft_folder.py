@@ -9,7 +9,7 @@ each module's rows.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.grown_rows import TABLES, TrainedTokens
 from expertmesh.checkpoints.hub.layout import pieces, spellings
 from expertmesh.checkpoints.safetensors import READABLE, read_header
 from expertmesh.config.base import expanded, parse_json
@@ -33,6 +34,8 @@ IN_HUB = {"w_in": "gate_up_proj", "w_out": "down_proj"}
 """Names that peft targets for experts' parameters, by our names."""
 _PREFIX = "base_model.model."
 _OWN_PREFIX = "gpt."
+ROWS, INDICES = ".token_adapter.trainable_tokens_delta", "trainable_token_indices"
+"""End of the names of rows of tokens, and the option with their ids by module; a list is of the embedding."""
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
 _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
@@ -41,7 +44,7 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
+    INDICES: (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False, None),
@@ -240,6 +243,31 @@ def read_factors(files: AdapterFiles, config: ModelConfig, *, multiple: int = 1)
     if not parts:
         raise CheckpointError(f"{folder / WEIGHTS}: has no adapter; save the adapters again")
     return {name: found.factors(spec.by_name[name], multiple=multiple) for name, found in parts.items()}
+
+
+def without_token_rows(files: AdapterFiles, config: ModelConfig) -> tuple[AdapterFiles, TrainedTokens]:
+    """The folder without its rows of tokens, for `read_factors`, and these rows."""
+    given, tensors = files.values.get(INDICES) or {}, dict(files.tensors)
+    by_module = given if isinstance(given, dict) else {"embed_tokens": given}
+    spec, rows, found = gpt_spec(config), dict[str, Tensor](), list[list[int]]()
+    tables = [spec.by_name[table] for table in TABLES if table in spec.by_name]
+    places = {name.removesuffix(".weight"): one for one in tables for name in spellings(one.hub[0])}
+    for module, one in places.items():
+        own = tensors.pop(f"{_PREFIX}{module}{ROWS}", None)
+        if own is None:
+            continue
+        ids: Any = next((ids for name, ids in by_module.items() if f".{module}".endswith(f".{name}")), None)
+        is_known = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+        if not is_known or own.shape != (len(ids), one.shape[-1]) or not own.isfinite().all():
+            rule = f"{module}{ROWS} has not one finite row of {one.shape[-1]} for each of {INDICES} in {CONFIG}"
+            raise CheckpointError(f"{files.folder}: {rule}; save the adapters again")
+        rows[one.name] = own[sorted(range(len(ids)), key=ids.__getitem__)]
+        found.append(sorted(ids))
+    if any(ids != found[0] for ids in found):
+        raise ConfigError(f"{files.folder}: {INDICES} has other tokens for each matrix; train the same for both")
+    if not found:
+        return files, TrainedTokens()
+    return replace(files, values={**files.values, INDICES: None}, tensors=tensors), TrainedTokens(found[0], rows)
 
 
 def _pairs(files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:

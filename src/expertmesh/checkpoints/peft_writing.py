@@ -3,16 +3,24 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.checkpoints.peft_folder import CONFIG, IN_HUB, WEIGHTS, ModuleRows, places_of
+from expertmesh.checkpoints.grown_rows import TrainedTokens
+from expertmesh.checkpoints.peft_folder import (
+    CONFIG,
+    IN_HUB,
+    INDICES,
+    ROWS,
+    WEIGHTS,
+    ModuleRows,
+    places_of,
+)
 from expertmesh.checkpoints.safetensors import FileTensor, write_file
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.config import ModelConfig
@@ -37,13 +45,6 @@ class TrainedAdapter(NamedTuple):
     a: Tensor  # (E, r, K), or (r, K) for one matrix, or where all experts share it
     b: Tensor  # (E, *rows, r), or (*rows, r)
     scaling: float  # s
-
-
-class TrainedTokens(NamedTuple):
-    """Tokens whose rows learned."""
-
-    ids: Sequence[int] = ()
-    rows: Mapping[str, Tensor] = MappingProxyType({})  # (N, D) by the names of our embedding and output
 
 
 _NONE = TrainedTokens()
@@ -100,14 +101,14 @@ def write_peft_folder(
     for name, rows in tokens.rows.items():
         (module,) = _modules(spec.by_name[name], hub_name, is_fused=False)
         indices[module.rpartition(".")[2]] = list(tokens.ids)
-        tensors[f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"] = rows
+        tensors[f"{PREFIX}{module}{ROWS}"] = rows
     files = [FileTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     of_experts = [one for name, one in adapters.items() if spec.by_name[name].is_expert]
     shared = bool(of_experts) and all(one.a.ndim == 2 for one in of_experts)
     texts = {"format": "pt", SHARED: str(shared)}
     write_file(folder / WEIGHTS, files, iter(tensors.values()), texts)
     values = _values(kinds, base=base, modules=modules, parameters=parameters)
-    values |= {"trainable_token_indices": indices} if indices else {}
+    values |= {INDICES: indices} if indices else {}
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -14,7 +14,7 @@ class TokensConfig(Config):
 
     add: Annotated[tuple[str, ...], Spelling("TOKEN"), Each] = ()
     """Tokens added to the tokenizer, embedding and head, each after an option of its own; new rows begin as the mean of
-    the others. Under adapters only the rows of these tokens are trained (trainable_token_indices in peft)."""
+    those with a token. Under adapters only the rows of these tokens are trained (trainable_token_indices in peft)."""
     special: bool = False
     """Whether added tokens are special: only the chat template writes them, and decoding leaves them out; else any text
     that contains one is encoded with it."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from expertmesh.config.values import WHOLE, Number, check_type, shown, type_of, wrong_type
@@ -13,19 +13,22 @@ from expertmesh.models.decoder import LanguageModel
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.module_adapters import refuse_adapters
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.text.tokenizer import tokens_to_add
 
 
 def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *, special: bool = False) -> int:
     """Add tokens to a tokenizer, and rows to its model if it has too few; on an error nothing is changed.
 
-    New rows are the mean of the others, so that a new token starts with about average probability (Hewitt 2021). Build
-    the optimizer and spread the model afterwards. Every rank that has the whole embedding must call.
+    Rows of new tokens are the mean of those with a token, so that a new one starts with about average probability
+    (Hewitt 2021). Build the optimizer and spread the model afterwards. Every rank that has the whole embedding must
+    call.
 
     Args:
         model: a GPT or an encoder-decoder of ours, tied or not; for `ExpertMeshForCausalLM` use
             `resize_token_embeddings`.
         tokenizer: the model's tokenizer; the tokens get the ids behind its own.
-        tokens: texts of the tokens; tokens that the tokenizer already has are left out.
+        tokens: texts of the tokens; added tokens of the tokenizer stay as they are, pieces of its vocabulary become
+            added tokens with their ids.
         special: whether they are special tokens, which no text is encoded to and which decoding leaves out; else they
             are plain text, and every text that contains one is encoded with it.
 
@@ -33,8 +36,8 @@ def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *,
         Number of new tokens.
 
     Raises:
-        ConfigError: a token is not a string or is blank, or the model is no language model, spread over ranks, or
-            wrapped.
+        ConfigError: a token is not a string, is blank, or is a piece of the vocabulary for another text; or the model
+            is no language model, spread over ranks, or wrapped.
 
     Example:
         >>> model, tokenizer = em.load("runs/text")
@@ -50,13 +53,18 @@ def add_tokens(model: nn.Module, tokenizer: Tokenizer, tokens: Sequence[str], *,
     for token in tokens:
         if not isinstance(token, str) or not token.strip():
             raise ConfigError(f"tokens: {shown(token)} is no text, or empty; leave it out")
-    new = [token for token in dict.fromkeys(tokens) if tokenizer.token_to_id(token) is None]
-    found = _resizable(model)
-    size = tokenizer.get_vocab_size() + len(new)
-    if size > found.vocab_size:
-        resize_vocabulary(found, size)
-    tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in new])
-    return len(new)
+    made = tokens_to_add(tokenizer, dict.fromkeys(tokens), special=special, option="tokens")
+    found, vocab = _resizable(model), tokenizer.get_vocab()
+    first = max(vocab.values()) + 1
+    used = min(first, found.vocab_size)
+    rows = slice(first, first + sum(token.content not in vocab for token in made))
+    if rows.stop > found.vocab_size:
+        resize_vocabulary(found, rows.stop)
+    tokenizer.add_tokens(made)
+    for module in _tables(found).values():
+        old_VD = module.weight.detach()[:used]
+        module.weight.detach()[rows] = old_VD.to(accumulate_dtype(old_VD.dtype)).mean(0)
+    return rows.stop - first
 
 
 def resize_vocabulary(model: nn.Module, vocab_size: int, *, from_mean: bool = True) -> None:

@@ -28,6 +28,7 @@ from expertmesh.text.tokenizer import (
     ids_of_text,
     load_tokenizer,
     own_start,
+    until_files_change,
 )
 from expertmesh.text.tokenizer_files import (
     DEFAULT,
@@ -109,7 +110,12 @@ def hub_start(folder: Path) -> tuple[int, ...]:
     """Start tokens of a hub model: the tokens that its tokenizer.json adds, as in transformers; empty without this
     file."""
     path = folder / "tokenizer.json"
-    return own_start(load_tokenizer(path)) if path.is_file() else ()
+    return _start_of_file(path) if path.is_file() else ()
+
+
+@until_files_change
+def _start_of_file(path: Path) -> tuple[int, ...]:
+    return own_start(load_tokenizer(path))
 
 
 def options_of_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:

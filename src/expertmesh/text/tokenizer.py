@@ -4,9 +4,12 @@ elsewhere.
 Training uses the training split only.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,7 +18,10 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.text.limits import BYTE_TOKENS, IN_NO_TEXT
-from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer_files
+from expertmesh.text.tokenizer_files import CONFIG, TokenizerFiles, files_read, read_tokenizer_files
+
+_Ts = TypeVarTuple("_Ts")
+_T = TypeVar("_T")
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -114,6 +120,21 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     return found
 
 
+def until_files_change(function: Callable[[Path, *_Ts], _T]) -> Callable[[Path, *_Ts], _T]:
+    """A function of a tokenizer.json and hashable values, which keeps its results while the file and those beside it
+    have the same bytes."""
+    kept = lru_cache(maxsize=8)(lambda _, path, *given: function(path, *given))
+
+    @wraps(function)
+    def call(path: Path, *given: *_Ts) -> _T:
+        path = path.absolute()
+        files = (path, *(file for folder in _places(path) for file in files_read(folder)))
+        digests = tuple((file, hashlib.sha256(file.read_bytes()).digest()) for file in files if file.is_file())
+        return kept(digests, path, *given)
+
+    return call
+
+
 def _known_end(tokenizer: Tokenizer) -> int | None:
     ids = (tokenizer.token_to_id(token) for token in (END_OF_TEXT, *_OTHER_ENDS))
     return next((int(i) for i in ids if i is not None), None)
@@ -128,10 +149,13 @@ def named_end(tokenizer: Tokenizer) -> str | None:
 def folder_beside(path: Path) -> Path:
     """Folder whose files say what a tokenizer.json leaves open: the folder `hub` of a run or its own; the one with a
     template."""
-    places = (path.parent / EXTRAS, path.parent)
-    found = [(read_tokenizer_files(folder), folder) for folder in places]
+    found = [(read_tokenizer_files(folder), folder) for folder in _places(path)]
     told = [folder for files, folder in found if files != TokenizerFiles()]
     return next((folder for files, folder in found if files.templates), (*told, path.parent)[0])
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    return path.parent / EXTRAS, path.parent
 
 
 def files_of_tokenizer(path: Path) -> TokenizerFiles:
@@ -145,23 +169,15 @@ def _with_files(tokenizer: Tokenizer, files: TokenizerFiles, vocab_size: int | N
     Tokens for which the model has no room (padding of a former training) are left out.
     """
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    plain = {text for text, token in known.items() if not token.special}
-    if named := plain & files.special:
-        tokenizer = _with_special(tokenizer, named)
-    told = [*files.changed, *(token for token in files.added if token.content not in known)]
+    named = [token for token in known.values() if token.content in files.special and not token.special]
+    for token in named:
+        token.special = True
+    told = [*named, *files.changed, *(token for token in files.added if token.content not in known)]
     vocab = tokenizer.get_vocab()
     new = [*dict.fromkeys(token.content for token in told if token.content not in vocab)]
     left_out = set() if vocab_size is None else {*new[max(vocab_size - len(vocab), 0) :]}
     tokenizer.add_tokens([token for token in told if token.content not in left_out])
     return tokenizer
-
-
-def _with_special(tokenizer: Tokenizer, tokens: set[str]) -> Tokenizer:
-    """A copy of a tokenizer in which these added tokens are special."""
-    values = json.loads(tokenizer.to_str())
-    for token in values["added_tokens"]:
-        token["special"] |= token["content"] in tokens
-    return Tokenizer.from_str(json.dumps(values))
 
 
 def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -252,12 +268,24 @@ def _falls_back(model: models.Model) -> bool:
     return isinstance(model, models.BPE) and model.byte_fallback
 
 
-def add_named(tokenizer: Tokenizer, tokens: TokensConfig) -> tuple[str, ...]:
-    """Add the tokens of `tokens.add` that a tokenizer lacks, behind its own; returns those that it has."""
-    known = tuple(token for token in tokens.add if tokenizer.token_to_id(token) is not None)
-    new = (token for token in tokens.add if token not in known)
-    tokenizer.add_tokens([AddedToken(token, special=tokens.special, normalized=False) for token in new])
-    return known
+def tokens_to_add(
+    tokenizer: Tokenizer, texts: Iterable[str], *, special: bool, option: str = "tokens.add"
+) -> list[AddedToken]:
+    """Added tokens of the texts that the tokenizer has not as such; a piece of its vocabulary keeps its id."""
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    new = []
+    for text in texts:
+        if special and not added.get(text, True):
+            rule = "is an added token of the tokenizer that is not special"
+            raise ConfigError(option, text, rule, "leave special out, or train with a tokenizer where it is")
+        if text in added:
+            continue
+        if (at := tokenizer.token_to_id(text)) is not None:
+            found = tokenizer.decode([at], skip_special_tokens=False)
+            if found != text:  # "é" is a byte in a byte-level vocabulary, and "Ġa" a blank and an a
+                raise ConfigError(option, text, f"is a piece of the vocabulary for {found!r}", "choose another text")
+        new.append(AddedToken(text, special=special, normalized=False))
+    return new
 
 
 def given_tokenizer(path: Path, *, vocab_size: int, tokens: TokensConfig | None = None) -> Tokenizer:
@@ -265,7 +293,7 @@ def given_tokenizer(path: Path, *, vocab_size: int, tokens: TokensConfig | None 
     try:
         tokenizer = load_tokenizer(path)
         if tokens is not None:
-            add_named(tokenizer, tokens)
+            tokenizer.add_tokens(tokens_to_add(tokenizer, tokens.add, special=tokens.special))
     except CheckpointError as error:
         raise ConfigError(named("data.encode_with", error)) from None
     is_ours, model = is_byte_level(tokenizer), tokenizer.model

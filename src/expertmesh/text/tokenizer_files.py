@@ -85,6 +85,11 @@ def is_read(name: str) -> bool:
     return name in (*_TOKEN_FILES, TEMPLATE) or name.startswith(f"{TEMPLATES}/")
 
 
+def files_read(folder: Path) -> list[Path]:
+    """Files that `read_tokenizer_files` reads where they are there."""
+    return [*(folder / name for name in (*_TOKEN_FILES, TEMPLATE)), *sorted((folder / TEMPLATES).glob("*.jinja"))]
+
+
 def files_in(folder: Path) -> dict[str, Path]:
     """Files of a folder, and its further templates, by their names relative to it."""
     several = [*sorted(folder.glob("*")), *sorted((folder / TEMPLATES).glob("*.jinja"))]

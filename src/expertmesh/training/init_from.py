@@ -117,8 +117,12 @@ def load_start(begin: Run, task: Task, state: TrainState, data: Data) -> None:
     if config.adapter.init_from is None:
         return
     inherited = task.builder.inherited(state.model, begin.config, data)
-    targets = {name: tensor for name, tensor in inherited.items() if is_factor(name)}
-    state.ranks.on_all(lambda: read_into(StartedFactors(config, begin), targets))
+
+    def read() -> None:
+        started = StartedFactors(config, begin)
+        read_into(started, {name: one for name, one in inherited.items() if is_factor(name) or name in started.tensors})
+
+    state.ranks.on_all(read)
 
 
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from expertmesh import lora
 from expertmesh.checkpoints.dcp import Checkpoint
-from expertmesh.checkpoints.grown_rows import TABLES, is_token_rows, token_rows_of
+from expertmesh.checkpoints.grown_rows import TrainedTokens, is_token_rows, trained_tokens
 from expertmesh.checkpoints.merged_adapters import is_factor, read_factor_pairs
-from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, TrainedTokens, write_peft_folder
-from expertmesh.checkpoints.source import TensorSource, read_into, read_whole
+from expertmesh.checkpoints.peft_writing import ExpertLayout, TrainedAdapter, write_peft_folder
+from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.adapter import AdapterConfig
 from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.engine.request_adapters import Adapters
@@ -44,12 +44,7 @@ def adapters_of(checkpoint: Path) -> dict[str, TrainedAdapter]:
 
 def tokens_of(checkpoint: Path) -> TrainedTokens:
     """Rows of tokens that learned beside a checkpoint's adapters."""
-    grown = _base_of(checkpoint)[0].grown
-    if grown is None:
-        return TrainedTokens()
-    learned = Checkpoint(checkpoint, prefix="model.")
-    names = {table: token_rows_of(table) for table in TABLES if token_rows_of(table) in learned.tensors}
-    return TrainedTokens(grown.ids, {table: read_whole(learned, name) for table, name in names.items()})
+    return trained_tokens(Checkpoint(checkpoint, prefix="model."), _base_of(checkpoint)[0].grown)
 
 
 def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:

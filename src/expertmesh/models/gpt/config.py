@@ -277,7 +277,7 @@ class GPTRunConfig(RunConfig):
             (
                 self.objective.name != "grpo",
                 f"adds tokens that no answer has yet, and {named('objective.name', 'grpo')} learns from answers",
-                f"add them with {named('objective.name', 'sft')} first",
+                f"add them with {named('objective.name', 'sft')} first, and name its folder in the place of the recipe",
             ),
             (
                 self.data.tokenizer is None,

@@ -28,7 +28,7 @@ from expertmesh.models.task import (
 )
 from expertmesh.models.token_losses import DistillTargets, token_losses
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.text.tokenizer import add_named, load_tokenizer
+from expertmesh.text.new_tokens import named_tokens
 
 
 class GPTTask(Task):
@@ -156,10 +156,10 @@ class GPTTask(Task):
 
 def _tell_known(config: GPTRunConfig) -> None:
     """Say which of the tokens to add the tokenizer has already."""
-    if config.tokens.add:
-        known = add_named(load_tokenizer(Path(str(config.data.encode_with))), config.tokens)
-        if known:
-            note(f"{named('tokens.add', ' '.join(known))}: in the tokenizer already, with rows that begin as they are")
+    if not config.tokens.add:
+        return
+    if known := named_tokens(Path(str(config.data.encode_with)), config.tokens).known:
+        note(f"{named('tokens.add', ' '.join(known))}: in the tokenizer already, with rows that begin as they are")
 
 
 class Learned(NamedTuple):
