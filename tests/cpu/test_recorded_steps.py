@@ -197,7 +197,21 @@ def with_another_layer(model):
     model.layers[1].moe = GPT(model.config, dtype=torch.float32, seed=5).layers[1].moe
 
 
-@pytest.mark.parametrize("change", [hooked, wrapped, adapted, quantised, with_another_layer])
+def with_another_epsilon(model):
+    model.layers[1].attention_norm.eps = 0.5
+
+
+def of_another_class(model):
+    router = model.layers[1].moe.router
+    router.__class__ = type(
+        "Negated", (type(router),), {"forward": lambda self, x: type(self).__base__.forward(self, -x)}
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked, wrapped, adapted, quantised, with_another_layer, with_another_epsilon, of_another_class],
+)
 def test_changes_of_the_model_are_seen(change):
     model = gpt(torch.float32, moe={"top_k": 2, "hidden_dim": 32}, dim=32, head_dim=8)
     engine = Engine(model)

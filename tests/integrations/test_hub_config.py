@@ -263,7 +263,7 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(name, null):
             "num_key_value_heads",
             "rope_theta",
             "partial_rotary_factor",
-            "q_lora_rank",
+            *family.nulls,
         ):
             continue
         left = full | {key: None} if null else {k: v for k, v in full.items() if k != key}
@@ -273,6 +273,16 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it(name, null):
         if name == "gpt_oss" and key == "rope_theta":
             said = said | {"rope_parameters": {"rope_type": "default"}}
         assert model_config(left) == model_config(said | {key: value}), key
+
+
+def test_yarn_without_a_length_has_the_models_own_and_a_null_switch_of_deepseek_is_off():
+    values = values_of("qwen3_moe", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    theirs = AutoConfig.for_model(**values).rope_parameters["original_max_position_embeddings"]
+    assert model_config(values).rope_scaling.original_max_seq_len == theirs == 64
+    values = values_of("deepseek_v3", rope_interleave=None, norm_topk_prob=None, n_routed_experts=64)
+    ours, theirs = model_config(values), AutoConfig.for_model(**values)
+    assert (theirs.rope_interleave, theirs.norm_topk_prob) == (None, None)  # each is asked for by an `if`
+    assert (ours.latent.interleaved, ours.moe.normalize_weights) == (False, "none")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -475,6 +485,7 @@ def test_what_is_left_out_is_said_once_per_reading(tmp_path, caplog):
         ("qwen3_moe", {"model_type": "llama"}, "model_type='llama': .*upcycle"),
         ("qwen3_moe", {"hidden_size": "64"}, "has hidden_size='64': must be a whole number"),
         ("qwen3_moe", {"num_experts": -4}, "has num_experts=-4: must be a whole number"),
+        ("glm4_moe", {"num_nextn_predict_layers": 0.5}, "has num_nextn_predict_layers=0.5: must be a whole number"),
         ("qwen3_moe", {"num_attention_heads": 5}, "config.json of a qwen3_moe, in the words of"),
     ],
 )

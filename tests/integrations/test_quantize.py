@@ -265,6 +265,29 @@ def test_options_of_the_function_are_refused_before_anything_is_read(tmp_path, o
         quantize(tmp_path / "none", tmp_path / "made", **options)
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype", "text"),
+    [
+        (float("nan"), None, "experts.0.w1.weight has numbers that are not finite"),
+        (7e4, torch.float16, "dtype=float16: cannot hold .*experts.0.w1.weight, which has numbers above 65,504"),
+    ],
+)
+def test_numbers_that_a_format_would_hide_are_refused(place, tmp_path, number, dtype, text):
+    folder = shutil.copytree(place / "hub", tmp_path / "hub")
+    tensors = load_file(folder / "model.safetensors")
+    next(one for name, one in tensors.items() if "experts.0.w1" in name)[1, 2] = number
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=text):
+        quantize(folder, tmp_path / "out", format="int8", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+    if dtype is not None:  # on the way in, and on the way out
+        with pytest.raises(ConfigError, match=text):
+            em.load(folder, dtype="float16")
+        convert(folder, tmp_path / "run")
+        with pytest.raises(ConfigError, match="dtype=float16: cannot hold"):
+            convert(tmp_path / "run", tmp_path / "back", dtype=dtype)
+
+
 def test_the_verb_makes_what_answers(place, tmp_path, capsys):
     made = str(tmp_path / "made")
     assert main(["quantize", str(place / "run"), "--to", made, "--format", "int8"]) == 0

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.support.patience import PATIENCE_S
@@ -143,6 +144,24 @@ def test_a_folder_that_another_can_write_to_is_not_used(compiler, cache, change)
     assert text == "object\n"
     assert folder != cache and not folder.exists()
     assert compiler() == 2
+
+
+def test_a_folder_from_which_nothing_can_be_loaded_is_not_used(compiler, cache, monkeypatch):
+    content()
+    about = os.statvfs(cache)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=about.f_flag | os.ST_NOEXEC))
+    text, folder = content()
+    assert text == "object\n" and folder != cache and not folder.exists()
+
+
+def test_what_a_killed_compiler_left_is_removed(compiler, cache):
+    content()
+    (found,) = cache.glob("*.so")
+    name, _, _ = found.stem.rpartition("-")
+    found.unlink()
+    (cache / f"{name}.abc" / "tmp").mkdir(parents=True)
+    assert content() == ("object\n", cache)
+    assert {path.name for path in cache.iterdir()} == {found.name, f"{name}.lock"}
 
 
 WHERE = """

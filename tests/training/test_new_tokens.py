@@ -161,6 +161,9 @@ def test_all_weights_learn_with_a_grown_vocabulary(alone, tmp_path):
     assert 260 not in tokenizer.encode("<plan>").ids and model.vocab_size == 262
     again = trained(run, "again", 1, *ADD[:2])  # from a run that has it
     assert all(len(one) == 262 for one in tables(load_run(again).open_weights()).values())
+    more = trained(run, "more", 1, "--tokens.add", "<note>")  # which convert then writes with its tokenizer
+    assert main(["convert", "--from", str(more), "--to", f"{tmp_path}/more"]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "more").encode("<note>", add_special_tokens=False) == [262]
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int4"])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.source import check_range
 from expertmesh.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 15
@@ -74,8 +75,8 @@ def copy_piece(
     first, stop = where[0].start, where[0].stop
     for row in range(first, stop, rows):
         end = min(row + rows, stop)
-        block = torch.from_numpy(np.array(data[row:end, *where[1:]], order="C"))
-        target[row - first : end - first].copy_(block.view(dtype).squeeze(-1))
+        block = torch.from_numpy(np.array(data[row:end, *where[1:]], order="C")).view(dtype).squeeze(-1)
+        check_range(block, target[row - first : end - first].copy_(block), f"a tensor of {path.parent}")
 
 
 def _start_of_data(mapped: _Map, num_bytes: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.source import check_range
 from expertmesh.config.base import parse_json
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError
@@ -182,7 +183,10 @@ class HubFiles:
                 cut = sub_slice(at[along], slice(start, start + count))
                 there = (*at[:along], cut, *at[along + 1 :])
             part = self.part(name, there)
-            some.copy_(part if into.dtype == dtype else part.to(dtype))
+            found = some.copy_(part) if into.dtype == dtype else part.to(dtype)
+            check_range(part, found, name)
+            if found is not some:
+                some.copy_(found)
 
 
 def sub_slice(at: slice, cut: slice) -> slice:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoints.box import Box, whole_box
-from expertmesh.errors import CheckpointError
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.parallel.huge_pages import say_huge_pages
 
 
@@ -85,6 +85,15 @@ def read_whole(source: TensorSource, name: str) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     source.read(name, whole_box(shape), tensor)
     return tensor
+
+
+def check_range(given: Tensor, found: Tensor, what: str) -> None:
+    """Refuse finite numbers that FP16 made infinite, the only type of ours with a smaller range."""
+    if found.dtype is torch.float16 and given.dtype is not torch.float16:
+        lost = found.isinf() & given.to(found.device).isfinite()
+        if lost.any():
+            rule = f"cannot hold {what}, which has numbers above 65,504"
+            raise ConfigError("dtype", "float16", rule, "use bfloat16 or float32")
 
 
 def local_parts(tensor: Tensor) -> list[tuple[Tensor, Box]]:

@@ -19,10 +19,11 @@ _OR_NONE = (
     *(*EXPERTS, *TOP_K, "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "q_lora_rank"),
     *("decoder_sparse_step", "interleave_moe_layer_step", "sliding_window"),
+    *("num_nextn_predict_layers", "num_mtp_layers"),
 )
 _SWITCHES = (
     *("tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "use_qk_norm"),
-    *("attention_bias", "mlp_bias"),
+    *("attention_bias", "mlp_bias", "rope_interleave"),
 )
 _MOST, _MOST_LAYERS = 2**31 - 1, 100_000
 

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -77,19 +78,21 @@ class RecordedSteps:
         self._tensors = [tensors for one in modules for tensors in (one._parameters, one._buffers)]
         self._children = [one._modules for one in modules]
         self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._own = [vars(one) for one in modules]
+        self._modules, self._own = modules, [vars(one) for one in modules]
         self._structure = self._structure_now()
         self._addresses: list[int] = []
         self.problem = self._refusal or why_not_recorded(self._model)  # empty: steps are recorded
 
     def _structure_now(self) -> list[Any]:
-        """Modules of the model, numbers of their hooks, and which of them have a forward pass of their own."""
-        children = chain.from_iterable(map(dict.values, self._children))
-        return [*children, *map(len, self._hooks), *("forward" in own for own in self._own)]
+        """Modules of the model with their classes, attributes and numbers of hooks."""
+        children, own = (chain.from_iterable(map(dict.values, dicts)) for dicts in (self._children, self._own))
+        return [*children, *map(type, self._modules), *map(len, self._hooks), *own]
 
     def padding(self, batch: StepBatch) -> Padding | None:
         """Widths of block tables that many steps have in common; None: the step is not recorded."""
-        if self._structure_now() != self._structure:  # modules, adapters or hooks came or went
+        now = self._structure_now()
+        # modules, adapters, hooks or attributes are others; by identity, as tensors are among them
+        if len(now) != len(self._structure) or not all(map(is_, now, self._structure)):
             self._look()
         chunks = batch.chunks
         if self.problem or _is_watched() or not 0 < sum(len(one.ids) for one in chunks) < self._too_many:

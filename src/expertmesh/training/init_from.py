@@ -128,10 +128,11 @@ def load_start(begin: Run, task: Task, state: TrainState, data: Data) -> None:
 def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
     """Files that a run keeps, by their names in its folder: of its data, and of a hub model that it starts from."""
     begin = config.train.init_from
-    found = {} if begin is None else hub_files(expanded(begin))
+    # the data have the files beside the tokenizer of a run that came from the hub
+    found = {**data.files, **({} if begin is None else hub_files(expanded(begin)))}
     if _tokens(config):
         found = {name: data.files[TOKENIZER] if path.name == TOKENIZER else path for name, path in found.items()}
-    return {**data.files, **found}
+    return found
 
 
 def _can_go_on(own: RunDir, family: Family) -> bool:

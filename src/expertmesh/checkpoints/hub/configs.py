@@ -40,6 +40,7 @@ def _scaling(v: Values, *, latent: bool) -> dict[str, Any]:
     rope = parts.rope(v)
     if rope.get("rope_type", rope.get("type", "default")) != "yarn":
         return {}
+    rope = {"original_max_position_embeddings": v["max_position_embeddings"], **rope}
     found = {ours: rope[name] for name, ours in YARN.items() if rope.get(name) is not None}
     if not latent and not (found.get("mscale") and found.get("mscale_all_dim")):
         # ordinary attention needs both

@@ -132,7 +132,7 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 def latent(v: Values) -> dict[str, Any]:
     """Our options of multi-head latent attention."""
     sizes = {name: v[name] for name in _LATENT}  # q_lora_rank null: queries come from the token
-    interleaved = v.get("rope_interleave", True)
+    interleaved = bool(v.get("rope_interleave", True))  # null is false to transformers
     return {"latent": sizes | {"interleaved": interleaved}, "num_kv_heads": None, "head_dim": None}
 
 

@@ -214,6 +214,8 @@ def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
             if name not in plan.rounds:
                 yield found
                 continue
+            if not found.isfinite().all():  # rounding would hide it
+                raise ConfigError(f"{weights.path}: {name} has numbers that are not finite; mend the model first")
             first = next(p for p in several if p.hub_name == name).ours_at[0].start
             importance = plan.importance.get(ours)
             yield from _rounded(found, plan, None if importance is None else importance[first % len(importance)])

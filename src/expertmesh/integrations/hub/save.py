@@ -15,7 +15,7 @@ from expertmesh.checkpoints.hub.family import HubFamily, Piece
 from expertmesh.checkpoints.hub.layout import pieces
 from expertmesh.checkpoints.hub.load_pretrained import HubModel
 from expertmesh.checkpoints.safetensors import SHARD_BYTES, FileTensor, write_shards
-from expertmesh.checkpoints.source import read_whole
+from expertmesh.checkpoints.source import check_range, read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import complete_folder, new_folder
 from expertmesh.integrations.hub.adapter_folder import check_logits
@@ -109,7 +109,8 @@ def their_value(target: FileTensor, several: list[Piece], tensor: Tensor) -> Ten
     for piece in several:
         if piece.hub_name == target.name:
             part = piece.turned(found[piece.hub_at])
-            part.copy_(tensor[piece.ours_at].reshape(part.shape))
+            given = tensor[piece.ours_at].reshape(part.shape)
+            check_range(given, part.copy_(given), target.name)
     return found
 
 

@@ -160,7 +160,7 @@ def _cached(
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
+    if not is_private(folder) or os.statvfs(folder).f_flag & os.ST_NOEXEC:  # where nothing can be loaded from
         return None
     name = f"{instructions.name}-{_key(compiler, instructions)}"
     lock = folder / f"{name}.lock"
@@ -176,9 +176,12 @@ def _cached(
                 continue  # another process was faster
             for path in found:
                 path.unlink()
-            new = compiled(compiler, instructions, folder)
-            new.chmod(0o700)
-            kept = new.rename(folder / f"{name}-{_hash(new)}.so")
+            for left in folder.glob(f"{name}.*/"):  # by a process that was killed
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=f"{name}.") as place:
+                new = compiled(compiler, instructions, Path(place))
+                new.chmod(0o700)
+                kept = new.rename(folder / f"{name}-{_hash(new)}.so")
             if not _is_untouched(kept):  # a file system that keeps no owners or modes
                 return None
             _remove_old(folder, most_objects)

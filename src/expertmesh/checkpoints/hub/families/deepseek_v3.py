@@ -38,6 +38,6 @@ DEEPSEEK_V3 = HubFamily(
         "routed_scaling_factor": 2.5,
         "moe_intermediate_size": 2048,
     },
-    nulls=("q_lora_rank",),
+    nulls=("q_lora_rank", "norm_topk_prob", "rope_interleave"),
     refused=parts.LATENT_REFUSED | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
 )
