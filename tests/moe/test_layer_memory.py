@@ -45,7 +45,7 @@ def test_saves_x_and_h_and_metadata_and_routing(shape, dtype, recompute_h):
 def test_a_profile_shows_the_phases():
     shape = SHAPES[0]
     layer = make(shape)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         layer(tokens(shape))
     events = {event.key: event.count for event in seen.key_averages()}
     assert {name: events.get(f"expertmesh::moe::{name}") for name in PHASES} == dict.fromkeys(PHASES, 1)
@@ -59,6 +59,6 @@ def test_phases_leave_no_graph_break_and_need_no_recompilation():
     assert torch.equal(compiled(tokens(shape))[0], expected)
     with (
         torch.compiler.set_stance("fail_on_recompile"),
-        profile(activities=[ProfilerActivity.CPU]),
+        profile(activities=[ProfilerActivity.CPU], acc_events=True),
     ):
         assert torch.equal(compiled(tokens(shape))[0], expected)

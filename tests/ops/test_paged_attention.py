@@ -298,4 +298,4 @@ def test_what_pytorchs_kernel_takes(page_size, d, n, dtype, fits):
     q, k, v, _ = drawn(((9, 1),), 3, d, n, page_size=page_size, dtype=dtype)
     assert paged_varlen.fits(q, k, v) == fits
     assert not paged_varlen.serves(q, k, v), "on a CPU"
-    assert paged_varlen._HAS_PAGES
+    assert paged_varlen._HAS_PAGES or torch.__version__ < (2, 13)  # older: prompts are the Triton kernel's, too

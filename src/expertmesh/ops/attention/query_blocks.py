@@ -148,7 +148,7 @@ class _Operands:
 
     def num_kept(self) -> int:
         """Probabilities of all blocks."""
-        columns = [_size(q) * (_size(k) + (self.sinks_hG is not None)) for q, k in self.spans()]
+        columns = [_size(q) * (_size(k) + int(self.sinks_hG is not None)) for q, k in self.spans()]
         return prod(self.q_BhGSd.shape[:3]) * sum(columns)
 
     def rows(self, t_BhGSd: Tensor, part: _HeadGroup, span: _Span) -> Tensor:
