@@ -6,7 +6,7 @@ These are encoder-decoders, model families outside this package, and GPTs with e
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.values import WHOLE, Number, type_of
-from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
+from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of, room_for
 from expertmesh.engine.drawing import FILTERS, SamplingNumbers
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.stops import AnswerText
@@ -109,10 +109,7 @@ class Lockstep:
                         f"is not served for {type_of(self.model)}, which the engine cannot page",
                         "leave it out",
                     )
-        return [
-            check_context_room(self.model, [prompt], max_tokens=one.max_tokens)
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
+        return [room_for(self.model, prompt, one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
 
     def _answers(
         self,
@@ -170,7 +167,7 @@ class Lockstep:
     ) -> Iterator[list[tuple[int, bool]]]:
         """(token, whether its logits are finite) of every row; ends when `reasons` has a reason for every row."""
         model, device = self.model, self.model.device
-        ids_BS, token_mask_BS = pad_left(prompts, device=device)
+        ids_BS, token_mask_BS = pad_prompts(prompts, "left", device=device)
         cache: Any = None
         batch = SamplingNumbers.of(
             params,
@@ -186,7 +183,7 @@ class Lockstep:
                     length = ids_BS.shape[1] + num_steps
                     cache = model.new_cache(batch_size=len(prompts), max_len=length)
                     if isinstance(model, EncoderDecoder) and sources is not None:
-                        source_BS, source_mask_BS = pad_right(sources, device=device)
+                        source_BS, source_mask_BS = pad_prompts(sources, "right", device=device)
                         model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
                 logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
                 chosen_B = draw(logits_BV, replace(batch, position_R=lengths_B + number))
@@ -223,46 +220,14 @@ def check_sources(
     return found
 
 
-def check_context_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
-    """Number of new tokens, checked against the longest prompt."""
-    limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
-    if longest >= limit:
-        raise ConfigError(
-            f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
-        )
-    new_tokens = limit - longest if max_tokens is None else max_tokens
-    Number(1, fix="ask for a token or more", types=WHOLE).check("max_tokens", new_tokens)
-    if longest + new_tokens > limit:
-        raise ConfigError(
-            "max_tokens",
-            new_tokens,
-            f"with a prompt of {longest} tokens it passes the model's max_seq_len={limit}",
-            f"ask for at most {limit - longest}",
-        )
-    return new_tokens
-
-
-def pad_left(
-    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], side: Literal["left", "right"], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Prompts as a batch, padded on the left.
+    """Prompts as a batch, padded on one side.
 
     Returns:
         (B, S) int64 ids, 0 where padded, and a (B, S) bool mask, False where padded; None without padding.
     """
-    return _padded(prompts, side="left", device=device)
-
-
-def pad_right(
-    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Prompts as a batch, padded on the right; see `pad_left`."""
-    return _padded(prompts, side="right", device=device)
-
-
-def _padded(
-    prompts: Sequence[Sequence[int]], *, side: str, device: torch.device | str | None
-) -> tuple[Tensor, Tensor | None]:
     pad = partial(pad_sequence, batch_first=True, padding_side=side)
     rows = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
     ids_BS = pad(rows).to(device)

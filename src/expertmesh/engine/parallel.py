@@ -449,10 +449,6 @@ class RankedRunner(Runner):
             )
         return output.logits_BSV, [stats.topk_expert_ids_TK[:0] for stats in output.stats]
 
-    def _lasting(self) -> list[Tensor]:
-        """Empty list: rebalancing replaces expert weights, which version counters do not detect."""
-        return []
-
     def loads(self) -> list[list[int]]:
         """Tokens that each expert has served on all ranks; during a step, the last known numbers."""
         if not self._lock.acquire(blocking=False):

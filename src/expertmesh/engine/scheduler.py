@@ -106,13 +106,8 @@ class Scheduler:
             )
         self.waiting.extend(request.sequences)
 
-    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End all unfinished sequences of a request, in any state, and free their blocks."""
-        for sequence in request.sequences:
-            self.finish(sequence, reason)
-
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free its blocks; a finished sequence is unchanged."""
+        """End a sequence in any state and free its blocks; a finished sequence is unchanged."""
         if sequence.state is State.FINISHED:
             return
         queue = self.running if sequence.state is State.RUNNING else self.waiting
