@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.values import WHOLE, Number, type_of
-from expertmesh.engine.checks import room_for
-from expertmesh.engine.lockstep import check_sources, pad_prompts
+from expertmesh.engine.checks import ids_of_prompts, room_for
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
@@ -78,7 +78,10 @@ def beam_search(
     """
     Number(1, MOST_BEAMS, "5 is usual", types=WHOLE).check("num_beams", num_beams)
     Number(0, _MOST_PENALTY, "1 is usual").check("length_penalty", length_penalty)
-    sources = check_sources(model, sources, num_prompts=len(sources)) or []
+    sources = ids_of_prompts(sources, model.vocab_size, what="source")
+    longest = max(map(len, sources))
+    if longest > model.max_source_len:
+        raise ConfigError(f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it")
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
         raise ConfigError(f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source")
