@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,16 +37,6 @@ _Kind = tuple[Padding, bool, bool]
 _SAMPLINGS = ((True, True), (False, True), (False, False))
 
 
-class Graph(Protocol):
-    """Work of a device that is recorded once and replayed on the same memory."""
-
-    def capture(self, compute: Callable[[], Computed]) -> Computed:
-        """Record what a function does; returns its outputs, which every replay overwrites."""
-
-    def replay(self) -> None:
-        """Do it again; does not wait."""
-
-
 class CudaGraphs:
     """Graphs of a GPU, which share one pool of memory; replays follow each other, so that they may overwrite its
     tensors."""
@@ -54,22 +44,23 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
-    def __call__(self) -> Graph:
+    def __call__(self) -> "CudaGraph":
         """A graph, still empty."""
-        return _CudaGraph(self._device, self._pool)
+        return CudaGraph(self._device, self._pool)
 
     def num_bytes(self) -> int:
         """Bytes of the device that PyTorch has reserved."""
         return torch.cuda.memory_reserved(self._device)
 
 
-class _CudaGraph:
-    """See `Graph`."""
+class CudaGraph:
+    """Work of a GPU that is recorded once and replayed on the same memory."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device, self._pool, self._graph = device, pool, torch.cuda.CUDAGraph()
 
     def capture(self, compute: Callable[[], Computed]) -> Computed:
+        """Record what a function does; returns its outputs, which every replay overwrites."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -81,6 +72,7 @@ class _CudaGraph:
                 return compute()
 
     def replay(self) -> None:
+        """Do it again; does not wait."""
         self._graph.replay()
 
 
@@ -89,7 +81,7 @@ class _Captured:
     """A graph with its input and its outputs."""
 
     words: Tensor
-    graph: Graph
+    graph: CudaGraph
     found: Computed
 
 
