@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
             max_sequences=most,
             reuses_prefixes=reuses,
             num_guesses=guesses,
-            guess=toy_guess if guesses else None,
+            guess=toy_guess,
         )
         self.memory, self.requests, self.epoch = {}, [], 0
         self.weights = {}  # of a request: the epoch in which it was last forgotten

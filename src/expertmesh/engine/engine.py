@@ -162,7 +162,7 @@ class Engine:
                 max_sequences=-(-self.config.max_sequences // groups),
                 reuses_prefixes=self.config.prefix_caching,
                 num_guesses=self.config.num_draft_tokens,
-                guess=self._answers.guess if self.config.num_draft_tokens else None,
+                guess=self._answers.guess,
             )
             for _ in range(groups)
         ]
