@@ -11,10 +11,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh import lora as em_lora
-from expertmesh.config.engine import EngineConfig
 from expertmesh.cpu import recorded_steps
+from expertmesh.engine import captured
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.faster_forward import faster_forward
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.library import loaded
@@ -126,7 +125,7 @@ def test_a_replay_that_is_not_the_step_is_found():
     assert "is not the step" in engine._runner.faster.problem
 
 
-def test_memory_of_recorded_steps_is_bounded(threshold):
+def test_memory_of_recorded_steps_is_bounded(threshold, caplog):
     model = gpt(torch.float32, moe={"top_k": 2})
     engine, plain = Engine(model), Engine(model, compile=False)
     expected = answers(plain)
@@ -140,8 +139,10 @@ def test_memory_of_recorded_steps_is_bounded(threshold):
     assert sum(one.recording.num_bytes for one in engine._runner.faster._recorded.values()) <= max(sizes)
     threshold(recorded_steps, "MOST_BYTES", min(sizes) - 1)
     engine = Engine(model)
+    caplog.set_level("INFO", "expertmesh.engine")
     assert answers(engine) == expected
     assert not engine._runner.faster._recorded
+    assert "tokens or more are not recorded: one takes" in caplog.messages[-1]
 
 
 STATES = {
@@ -264,9 +265,9 @@ def test_what_cannot_be_recorded_is_refused():
     assert Engine(hooked)._runner.faster is None
 
 
-def test_without_the_optional_package_the_model_computes():
+def test_without_the_optional_package_the_model_computes(monkeypatch):
     model = gpt(torch.float32, moe={"top_k": 2})
-    without = {"optional": "no_such_package", "known": ()}
-    assert faster_forward(model, EngineConfig(), **without) is None
+    monkeypatch.setattr(captured, "OPTIONAL", "no_such_package")
+    assert Engine(model)._runner.faster is None
     with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
-        faster_forward(model, EngineConfig(compile=True), **without)
+        Engine(model, compile=True)

@@ -80,8 +80,8 @@ def test_a_replay_is_the_padded_step(monkeypatch, options):
     faster, seen = engine._runner.faster, []
 
     class Checked(CapturedSteps):
-        def __call__(self, step, context, forward):
-            found = faster(step, context, forward)
+        def __call__(self, step, forward):
+            found = faster(step, forward)
             if found is not None:
                 with Operators():  # as the graph was recorded, by the operators of the dispatcher
                     expected = forward(step)

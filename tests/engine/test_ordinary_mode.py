@@ -9,8 +9,8 @@ from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 from tests.models.test_latent_attention import latent
 from tests.support.adapters import EXPERTS, make_adapter
 
+from expertmesh.engine.captured import OPTIONAL
 from expertmesh.engine.engine import Engine
-from expertmesh.engine.faster_forward import OPTIONAL
 from expertmesh.engine.request import SamplingParams
 from expertmesh.moe.layer import grouped_layers
 from expertmesh.ops import native_linear

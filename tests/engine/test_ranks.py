@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import threading
 from functools import partial
 
@@ -16,7 +17,7 @@ from expertmesh.costs.communication import coordinated_exchange, wide_exchange
 from expertmesh.engine.block_pool import BlockPool
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.groups import GroupScheduler
-from expertmesh.engine.parallel import StepReader, StepWriter, share
+from expertmesh.engine.parallel import StepReader, StepWriter, Wire, share
 from expertmesh.engine.request import Request, SamplingParams
 from expertmesh.engine.runner import batch_of
 from expertmesh.engine.scheduler import Scheduler
@@ -143,7 +144,7 @@ def test_messages_and_bytes_are_those_of_the_formula(parallel, four_ranks):
         assert L == 1 or (cost.messages < wide.messages and cost.across_bytes < wide.across_bytes)
 
 
-def test_steps_survive_their_words():
+def test_steps_survive_their_messages():
     params = SamplingParams(max_tokens=6)
     schedulers = [Scheduler(BlockPool(9, block_size=2), token_budget=5, max_sequences=3) for _ in range(2)]
     joint, writer, reader = GroupScheduler(schedulers), StepWriter(), StepReader()
@@ -156,9 +157,9 @@ def test_steps_survive_their_words():
         if not step.chunks:
             break
         batches = [batch_of(part)[0] for part in step.parts]
-        words = writer.words(step.parts, batches, experts=False)
-        lengths.append(len(words))
-        found, _ = reader.batches(words)
+        message = json.dumps(writer.message(step.parts, batches))
+        lengths.append(len(message))
+        found = reader.batches(*json.loads(message))
         for batch, again in zip(batches, found, strict=True):
             assert again.rows == batch.rows and again.copies == batch.copies
             for one, other in zip(batch.chunks, again.chunks, strict=True):
@@ -172,7 +173,16 @@ def test_steps_survive_their_words():
         for sequence in drawn:
             if len(sequence.new_ids) == 6:
                 joint.finish(sequence, "length")
-    assert not joint.has_work and max(lengths) < 100
+    assert not joint.has_work and max(lengths) < 400
+
+
+def test_messages_of_any_length_arrive(monkeypatch):
+    sent = []
+    for text in ("", *("x" * (4096 - 8 - len('["",""]') + more) for more in (-1, 0, 1, 9000)), "ß\udcff"):
+        monkeypatch.setattr("expertmesh.engine.parallel.broadcast_", lambda x, *_, where: sent.append(x.clone()))
+        Wire(None).send("", text)
+        monkeypatch.setattr("expertmesh.engine.parallel.broadcast_", lambda x, *_, where: x.copy_(sent.pop(0)))
+        assert Wire(None).receive() == ["", text] and not sent
 
 
 def mistakes():

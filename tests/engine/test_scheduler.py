@@ -39,6 +39,11 @@ def toy_guess(sequence, most):
     return ids[len(sequence.token_ids) :]
 
 
+def abort(scheduler, request):
+    for sequence in request.sequences:
+        scheduler.finish(sequence, "abort")
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, go and are aborted while steps are computed; every answer must be the one computed alone."""
 
@@ -58,7 +63,7 @@ class Machine(RuleBasedStateMachine):
             max_sequences=most,
             reuses_prefixes=reuses,
             num_guesses=guesses,
-            guess=toy_guess if guesses else None,
+            guess=toy_guess,
         )
         self.memory, self.requests, self.epoch = {}, [], 0
         self.weights = {}  # of a request: the epoch in which it was last forgotten
@@ -85,7 +90,7 @@ class Machine(RuleBasedStateMachine):
     def abort(self, data):
         request = data.draw(st.sampled_from(self.requests))
         before = [one.finish_reason for one in request.sequences]
-        self.scheduler.abort(request)
+        abort(self.scheduler, request)
         assert request.is_finished
         after = [one.finish_reason for one in request.sequences]
         assert after == [reason or "abort" for reason in before]
@@ -121,7 +126,7 @@ class Machine(RuleBasedStateMachine):
                 tokens[sample] = toy_token(sample.token_ids, sample.index)
         assert set(written.values()) <= {1}, "two wrote to one place"
         if self.requests and data.draw(st.booleans(), label="abort while computing"):
-            self.scheduler.abort(data.draw(st.sampled_from(self.requests)))
+            abort(self.scheduler, data.draw(st.sampled_from(self.requests)))
         self.settle(step, tokens)
 
     def settle(self, step, tokens):

@@ -30,7 +30,7 @@ def by_engine(model, prompts, params):
 
 
 def in_lockstep(model, prompts, params):
-    return Lockstep(model, batch_size=7).generate(prompts, params)
+    return [one for _, (one,) in Lockstep(model, batch_size=7).as_they_end(prompts, params)]
 
 
 def continued(model, prompts, params):

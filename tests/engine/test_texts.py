@@ -174,7 +174,7 @@ def test_parameters_are_one_for_each_prompt_in_lockstep() -> None:
         with pytest.raises(ConfigError, match=f"params: {len(wrong)} for 3 prompts; give one"):
             lockstep.as_they_end(PROMPTS, wrong)
     with pytest.raises(ConfigError, match=r"params is a dict; it must be a SamplingParams; give"):
-        lockstep.generate(PROMPTS, {"max_tokens": 1})
+        lockstep.as_they_end(PROMPTS, {"max_tokens": 1})
 
 
 def test_training_mode_is_put_back() -> None:

@@ -10,7 +10,7 @@ from tests.oracle.numerics import assert_close_fp64
 from torch import Tensor
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.engine.lockstep import pad_left
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.config import ModelConfig
@@ -67,7 +67,7 @@ def test_left_padded_prompts_get_their_own_logits(lengths: list[int], cut: int, 
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
     more = token_ids(len(lengths), new_tokens) + 1
     more %= VOCAB
-    padded, mask = pad_left(prompts)
+    padded, mask = pad_prompts(prompts, "left")
     width = padded.shape[1]
     cache = gpt.new_cache(batch_size=len(lengths), max_len=width + new_tokens)
     first = min(cut, width)

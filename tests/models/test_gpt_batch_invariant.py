@@ -8,7 +8,7 @@ from tests.oracle import numerics
 from torch import Tensor
 
 from expertmesh.config.moe import MoEConfig
-from expertmesh.engine.lockstep import pad_left
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.config import ModelConfig
@@ -71,7 +71,7 @@ def test_ragged_batches_with_padding_on_either_side(dtype: torch.dtype) -> None:
     gpt = model(dtype)
     prompts = sequences(5, 66, 1, 33)
     alone = [logits(gpt, torch.tensor([prompt]))[0] for prompt in prompts]
-    left_BS, mask_BS = pad_left(prompts)
+    left_BS, mask_BS = pad_prompts(prompts, "left")
     assert mask_BS is not None
     found = logits(gpt, left_BS, token_mask_BS=mask_BS)
     right = logits(gpt, left_BS.flip(1), token_mask_BS=mask_BS.flip(1))
@@ -86,7 +86,7 @@ def test_a_cache_changes_nothing_either(dtype: torch.dtype) -> None:
     gpt = model(dtype)
     prompts = sequences(70, 67)
     alone = [logits(gpt, torch.tensor([prompt]))[0] for prompt in prompts]
-    ids_BS, mask_BS = pad_left(prompts)
+    ids_BS, mask_BS = pad_prompts(prompts, "left")
     assert mask_BS is not None
     cache = KVCache(gpt.config, batch_size=2, dtype=dtype)
     start = 0
@@ -116,7 +116,7 @@ def test_autocast_and_a_dense_model_with_an_untied_head() -> None:
 def test_it_is_the_same_model() -> None:
     """FP64: logits and gradients agree with the default mode's to rounding, padding on the left included."""
     mine, plain = model(torch.float64), model(torch.float64, batch_invariant=False)
-    ids_BS, mask_BS = pad_left(sequences(9, 14))
+    ids_BS, mask_BS = pad_prompts(sequences(9, 14), "left")
     assert mask_BS is not None
     results = []
     for gpt in (mine, plain):

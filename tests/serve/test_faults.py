@@ -3,6 +3,7 @@ fails."""
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import re
@@ -11,9 +12,11 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
+import uvicorn
 from tests.support.calls import calls_of
 from tests.support.full_screen import full_screen
 from tests.support.known_rows import known
@@ -27,6 +30,7 @@ from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.serve.app import ServerApp
+from expertmesh.serve.server import _Server
 from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
 from expertmesh.training.threads import settle_threads
 
@@ -179,6 +183,14 @@ def test_connections_without_a_file_descriptor_wait_and_hold_up_nobody(folder, t
         stack.close()
         assert is_well(server)
     assert "Traceback" not in log.read_text() and log.read_text().count("no more connections") == 1
+
+
+def test_each_shortage_of_file_descriptors_is_told_of_once(caplog):
+    server = _Server(uvicorn.Config(""), SimpleNamespace(config=ServerConfig()), print)
+    for seconds in (1.0, 2.0, 9.0, 30.0, 31.0):
+        loop = SimpleNamespace(time=lambda seconds=seconds: seconds)
+        server._on_loop_error(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
+    assert len(caplog.messages) == 2
 
 
 def test_slow_readers_and_idle_connections_hold_up_nobody(folder):

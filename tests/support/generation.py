@@ -1,19 +1,16 @@
 """Token ids that a model writes, for tests that compare them."""
 
-from expertmesh.engine.lockstep import Lockstep
 from expertmesh.engine.request import SamplingParams
 from expertmesh.engine.texts import continue_prompts
-from expertmesh.models.decoder import evaluating
 
 
-def written_ids(model, prompts, *, ends=None, sources=None, temperature=0.0, seed=0, **options):
+def written_ids(model, prompts, *, ends=None, temperature=0.0, seed=0, **options):
     """New ids of each prompt, without the end.
 
     Args:
         model: any that writes text.
         prompts: lists of ids.
         ends: ids that end an answer; None: none, the model's own neither.
-        sources: of an encoder-decoder.
         temperature: 0: greedy.
         seed: of all prompts; see `SamplingParams.seed`.
         **options: of `SamplingParams`.
@@ -25,9 +22,5 @@ def written_ids(model, prompts, *, ends=None, sources=None, temperature=0.0, see
         ignore_eos=ends is None,
         **options,
     )
-    if sources is None:
-        outputs = continue_prompts(model, prompts, params)
-    else:
-        with evaluating(model):
-            outputs = Lockstep(model).generate(prompts, params, sources=sources)
+    outputs = continue_prompts(model, prompts, params)
     return [list(o.token_ids[: -1 if o.finish_reason == "stop" else None]) for o in outputs]

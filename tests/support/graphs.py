@@ -25,7 +25,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """See `expertmesh.engine.captured.Graph`: what the host decides while it is captured is fixed; `num_replays`
+    """See `expertmesh.engine.captured.CudaGraph`: what the host decides while it is captured is fixed; `num_replays`
     counts."""
 
     def __init__(self) -> None:

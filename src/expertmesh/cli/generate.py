@@ -287,8 +287,7 @@ def _generate(
 
 def _encoder(options: GenerateVerb, opened: "LoadedModel", params: SamplingParams) -> Callable[[Prompt], list[int]]:
     """Function that encodes a prompt and checks its length; its errors name the prompt's place."""
-    from expertmesh.engine.checks import check_prompts
-    from expertmesh.engine.lockstep import check_context_room
+    from expertmesh.engine.checks import check_prompts, room_for
     from expertmesh.engine.texts import prompt_ids
     from expertmesh.text.messages import read_messages
 
@@ -305,7 +304,7 @@ def _encoder(options: GenerateVerb, opened: "LoadedModel", params: SamplingParam
         try:
             ids = encoded(prompt.asked)
             check_prompts([ids], model.vocab_size, what="prompt")
-            check_context_room(model, [ids], max_tokens=params.max_tokens)
+            room_for(model, ids, params.max_tokens)
         except ConfigError as error:
             if not prompt.where:
                 raise

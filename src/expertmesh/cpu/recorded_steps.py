@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from expertmesh.config.engine import EngineConfig
 from expertmesh.costs.graph_memory import TABLE_WIDTHS
 from expertmesh.cpu.recording import Recording, UnrecordableError
-from expertmesh.engine.faster_forward import Computed
-from expertmesh.engine.request_adapters import detach_collected
+from expertmesh.engine.faster_forward import Computed, why_not_repeated
 from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors
-from expertmesh.errors import ConfigError
 from expertmesh.kernels.cpu.library import loaded, num_threads
-from expertmesh.models.decoder import LanguageModel
-from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.plain_call import runs_plainly
 
@@ -100,7 +94,7 @@ class RecordedSteps:
         blocks = max(one.start + len(one.ids) - 1 for one in chunks) // self._block_size + 1
         return Padding(TABLE_WIDTHS[bisect_left(TABLE_WIDTHS, blocks)])
 
-    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
+    def __call__(self, step: StepTensors, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: this kind of step is not recorded yet."""
         if step.padding is None:
             return None
@@ -138,7 +132,13 @@ class RecordedSteps:
             self._gives_up(str(error))
             return None
         if recording.num_bytes > MOST_BYTES:
-            self._too_many = min(self._too_many, len(step.ids_T))
+            self._too_many = len(step.ids_T)
+            _log.info(
+                "steps of %d tokens or more are not recorded: one takes %.1f MiB, more than %d",
+                self._too_many,
+                recording.num_bytes / 2**20,
+                MOST_BYTES >> 20,
+            )
             return found
         self._recorded[kind] = _Recorded(words, recording, found)
         while (
@@ -168,8 +168,8 @@ def _are_equal(one: Computed, other: Computed) -> bool:
 
 def why_not_recorded(model: Any) -> str:
     """Reason why a model's steps cannot be recorded, as a continuation of "compile=True"; empty: they can."""
-    if not isinstance(model, LanguageModel):
-        return "is for models of ours"
+    if problem := why_not_repeated(model):
+        return problem
     parameters = list(model.parameters())
     if not all(p.is_cpu for p in parameters):
         return "is for models on a CPU"
@@ -181,20 +181,4 @@ def why_not_recorded(model: Any) -> str:
         return "is for plain models: no parameter of another class, no hook"
     if any(getattr(module, "adapters", None) is not None for module in model.modules()):
         return "is for models without adapters"
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    if any(layer.grouped is not None and layer.grouped.paging is not None for layer in layers):
-        return "is for experts that are not in slots"
-    if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
-        return "is for models on one rank"
     return ""
-
-
-def recorded_steps(model: Any, config: EngineConfig) -> RecordedSteps | None:
-    """Recorded steps of a model, of which none is recorded yet; None: there are none."""
-    if config.compile is False:
-        return None
-    detach_collected(model)
-    problem = why_not_recorded(model)
-    if problem and config.compile:
-        raise ConfigError("compile", True, problem, "leave it out")
-    return None if problem else RecordedSteps(model, config.block_size)

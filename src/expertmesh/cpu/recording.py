@@ -67,7 +67,7 @@ class Recording:
     def __init__(self) -> None:
         self._noted: list[Any] = []
         self._calls: list[tuple[Callable[[], Any], bool]] = []  # calls, and whether they are of kernels in C
-        self._kept: list[Any] = []  # all tensors and structs
+        self._kept: list[NotedCall] = []  # with structs and tensors; the other calls hold their own
         self.num_bytes = 0  # memory that the recording keeps
 
     def record(self, function: Callable[[], Any]) -> Any:
@@ -96,8 +96,8 @@ class Recording:
         known: set[int] = set()  # memory that is allocated here
         constant: set[int] = set()
         for one in self._noted:
-            self._kept.append(one)
             if isinstance(one, NotedCall):
+                self._kept.append(one)
                 self._calls.append((partial(one.function, one.address), True))
                 continue
             own = [(t, _memory(t)) for t in one.results if t.numel()]

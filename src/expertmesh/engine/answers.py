@@ -49,6 +49,15 @@ class Answers:
         """Draft tokens, at most `most`, that may come next."""
         return self.known[sequence].lookup.guess(sequence.token_ids, most)
 
+    def note_begin(self, step: Step, now: float) -> None:
+        """Record the start of a step: its sequences are admitted, preempted ones are counted."""
+        for chunk in step.chunks:
+            for sequence in (chunk.sequence, *chunk.samples):
+                if sequence in self.known and self.known[sequence].timing.admitted is None:
+                    self.known[sequence].timing.admitted = now
+        for sequence in step.preempted:
+            self.known[sequence].timing.num_preemptions += 1
+
     def settle(self, step: Step, result: RunnerOutput, scheduler: Scheduler | GroupScheduler) -> list[RequestOutput]:
         """Apply the results of a step: commit tokens, end finished sequences, and return updated outputs."""
         scheduler.commit(step, result.tokens)

@@ -3,34 +3,23 @@
 import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from expertmesh.engine.output import RequestOutput
 
 T = TypeVar("T")
-P = ParamSpec("P")
+M = TypeVar("M", bound=Callable[..., Any])
 
 
-class Locked(Protocol):
-    """Object with a lock, which a thread may take several times."""
-
-    lock: Any
-
-
-L = TypeVar("L", bound=Locked)
-
-
-def one_at_a_time(
-    method: Callable[Concatenate[L, P], T],
-) -> Callable[Concatenate[L, P], T]:
-    """Decorator: the method runs under the object's lock, so that calls of several threads take turns."""
+def one_at_a_time(method: M) -> M:
+    """Decorator: the method runs under its object's `lock`, so that calls of several threads take turns."""
 
     @functools.wraps(method)
-    def locked(self: L, *args: P.args, **options: P.kwargs) -> T:
+    def locked(self: Any, *args: Any, **options: Any) -> Any:
         with self.lock:
             return method(self, *args, **options)
 
-    return locked
+    return cast(M, locked)
 
 
 class AnswerIterator(Iterator[T]):

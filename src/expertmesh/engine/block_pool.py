@@ -6,15 +6,14 @@ prefix that a later request may reuse). free + used + cached is always the numbe
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 ROOT = -1
 """Parent of the first block of a request without an adapter; adapters have smaller numbers."""
 
 
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(NamedTuple):
     """Key of a full block: its tokens after another prefix.
 
     Prefixes are compared by the unique number of their parent and by token ids, not by a hash alone, so hash collisions

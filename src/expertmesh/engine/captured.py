@@ -10,8 +10,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +21,20 @@ from torch import Tensor
 from expertmesh.config.engine import EngineConfig
 from expertmesh.costs.graph_memory import captured_bytes, captured_sizes, captured_widths
 from expertmesh.engine.drawing import SamplingNumbers
-from expertmesh.engine.faster_forward import Computed, FasterForward, faster_forward
+from expertmesh.engine.faster_forward import Computed, FasterForward, why_not_repeated
+from expertmesh.engine.request_adapters import detach_collected
 from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors, step_tensors
 from expertmesh.errors import ConfigError
-from expertmesh.models.decoder import LanguageModel
-from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.backend import runs_triton
+
+OPTIONAL = "expertmesh.cpu"
+"""Package that may be missing; everything is computed without it, more slowly."""
 
 _log = logging.getLogger("expertmesh.engine")
 _Kind = tuple[Padding, bool, bool]
 """Sizes of a step, whether all rows are greedy, and whether none has a filter."""
 _SAMPLINGS = ((True, True), (False, True), (False, False))
-
-
-class Graph(Protocol):
-    """Work of a device that is recorded once and replayed on the same memory."""
-
-    def capture(self, compute: Callable[[], Computed]) -> Computed:
-        """Record what a function does; returns its outputs, which every replay overwrites."""
-
-    def replay(self) -> None:
-        """Do it again; does not wait."""
 
 
 class CudaGraphs:
@@ -50,22 +44,23 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
-    def __call__(self) -> Graph:
+    def __call__(self) -> "CudaGraph":
         """A graph, still empty."""
-        return _CudaGraph(self._device, self._pool)
+        return CudaGraph(self._device, self._pool)
 
     def num_bytes(self) -> int:
         """Bytes of the device that PyTorch has reserved."""
         return torch.cuda.memory_reserved(self._device)
 
 
-class _CudaGraph:
-    """See `Graph`."""
+class CudaGraph:
+    """Work of a GPU that is recorded once and replayed on the same memory."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device, self._pool, self._graph = device, pool, torch.cuda.CUDAGraph()
 
     def capture(self, compute: Callable[[], Computed]) -> Computed:
+        """Record what a function does; returns its outputs, which every replay overwrites."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -77,6 +72,7 @@ class _CudaGraph:
                 return compute()
 
     def replay(self) -> None:
+        """Do it again; does not wait."""
         self._graph.replay()
 
 
@@ -85,14 +81,13 @@ class _Captured:
     """A graph with its input and its outputs."""
 
     words: Tensor
-    graph: Graph
+    graph: CudaGraph
     found: Computed
 
 
 class CapturedSteps:
     """Decode steps as graphs, captured when the first of a kind comes, or all by `compile_all`."""
 
-    problem = ""  # empty: every kind of step can be captured
     pads = True
 
     def __init__(
@@ -134,7 +129,7 @@ class CapturedSteps:
         size = self._sizes[bisect_left(self._sizes, num)]
         return Padding(self._widths[place], size, self._spare_slot)
 
-    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
+    def __call__(self, step: StepTensors, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """See `FasterForward`; None: the step is not padded."""
         if step.padding is None or step.sampling is None:
             return None
@@ -186,29 +181,36 @@ class CapturedSteps:
 
 def why_not_captured(model: Any) -> str:
     """Reason why a model's decode steps cannot be captured, as a continuation of "compile=True"; empty: they can."""
-    if not isinstance(model, LanguageModel):
-        return "is for models of ours"
+    if problem := why_not_repeated(model):
+        return problem
     if not runs_triton(model.device):
         return "needs a GPU with Triton here"
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
-        return "is for models on one rank"
-    if any(layer.grouped is None for layer in layers):
+    if any(isinstance(module, MoELayer) and module.grouped is None for module in model.modules()):
         return "is for stacked experts, which have fixed bounds"
-    if any(layer.grouped.paging is not None for layer in layers if layer.grouped is not None):
-        return "is for experts that are not in slots: each layer waits for its choices"
     return ""
 
 
-def captured_steps(model: Any, config: EngineConfig, *, num_blocks: int, max_len: int) -> CapturedSteps | None:
-    """Captured steps of a model on a GPU, none of which is captured yet; None: it is on another device, or cannot be
-    captured."""
-    if model.device.type != "cuda" or config.compile is False:
+def fastest_forward(model: Any, config: EngineConfig, *, num_blocks: int, max_len: int) -> FasterForward | None:
+    """Captured steps on a GPU, recorded steps elsewhere, of which there is none yet; None: they are not wanted, or not
+    possible."""
+    if config.compile is False:
         return None
-    if problem := why_not_captured(model):
-        if config.compile:
-            raise ConfigError("compile", True, problem, "leave it out")
+    detach_collected(model)
+    recorded: Any = None
+    if model.device.type == "cuda":
+        problem = why_not_captured(model)
+    elif find_spec(OPTIONAL) is None:
+        problem = f"needs the package {OPTIONAL}, which is not here"
+    else:
+        recorded = import_module(f"{OPTIONAL}.recorded_steps")
+        problem = recorded.why_not_recorded(model)
+    if problem and config.compile:
+        raise ConfigError("compile", True, problem, "leave it out")
+    if problem:
         return None
+    if recorded is not None:
+        steps: FasterForward = recorded.RecordedSteps(model, config.block_size)
+        return steps
     return CapturedSteps(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -219,9 +221,3 @@ def captured_steps(model: Any, config: EngineConfig, *, num_blocks: int, max_len
         num_layers=model.config.num_layers,
         vocab_size=model.vocab_size,
     )
-
-
-def fastest_forward(model: Any, config: EngineConfig, *, num_blocks: int, max_len: int) -> FasterForward | None:
-    """Captured steps on a GPU, or another faster forward pass; None: there is none. See `captured_steps`."""
-    captured = captured_steps(model, config, num_blocks=num_blocks, max_len=max_len)
-    return captured or faster_forward(model, config)

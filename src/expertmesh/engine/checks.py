@@ -177,26 +177,30 @@ def check_asked(
         raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
 
 
-def room_for(ids: list[int], params: SamplingParams, max_len: int, *, config: EngineConfig, model: Any) -> int:
-    """Maximum number of tokens of an answer."""
-    limit = f"the model's max_seq_len={max_len}"
-    if max_len < (config.max_len or model.max_seq_len):
-        limit = f"{max_len} tokens, as the cache holds {max_len - 1} tokens (num_blocks)"
-    elif max_len < model.max_seq_len:
-        limit = f"max_len={max_len}"
-    left = max_len - len(ids)
+def room_for(model: Any, prompt: Sequence[int], max_tokens: int | None, limit: tuple[int, str] | None = None) -> int:
+    """Maximum number of tokens of an answer. `limit`: maximum length, with its name; None: the model's."""
+    max_len, name = limit or (model.max_seq_len, f"the model's max_seq_len={model.max_seq_len}")
+    left = max_len - len(prompt)
     if left < 1:
-        raise ConfigError(f"prompt of {len(ids)} tokens: must be shorter than {limit}; shorten the prompt")
-    if params.max_tokens is None:
+        raise ConfigError(f"prompt of {len(prompt)} tokens: must be shorter than {name}; shorten the prompt")
+    if max_tokens is None:
         return left
-    if params.max_tokens > left:
+    Number(1, fix="ask for a token or more", types=WHOLE).check("max_tokens", max_tokens)
+    if max_tokens > left:
         raise ConfigError(
             "max_tokens",
-            params.max_tokens,
-            f"with a prompt of {len(ids)} tokens it passes {limit}",
+            max_tokens,
+            f"with a prompt of {len(prompt)} tokens it passes {name}",
             f"ask for at most {left}",
         )
-    return params.max_tokens
+    return max_tokens
+
+
+def named_limit(max_len: int, model: Any, config: EngineConfig) -> tuple[int, str] | None:
+    """An engine's limit for `room_for`."""
+    if max_len < (config.max_len or model.max_seq_len):
+        return max_len, f"{max_len} tokens, as the cache holds {max_len - 1} tokens (num_blocks)"
+    return (max_len, f"max_len={max_len}") if max_len < model.max_seq_len else None
 
 
 def check_text(prompt: str) -> None:

@@ -33,6 +33,7 @@ from expertmesh.engine.checks import (
     check_no_folder,
     check_state,
     check_text,
+    named_limit,
     one_for_each,
     params_for_each,
     prompts_of,
@@ -49,7 +50,6 @@ from expertmesh.engine.request_adapters import LoadedAdapter, check_adapters, fo
 from expertmesh.engine.runner import Runner
 from expertmesh.engine.scheduler import Scheduler
 from expertmesh.engine.stats import EngineStats, stats_of
-from expertmesh.engine.timing import note_begin
 from expertmesh.errors import ConfigError
 from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.moe.init import draw_seed
@@ -162,7 +162,7 @@ class Engine:
                 max_sequences=-(-self.config.max_sequences // groups),
                 reuses_prefixes=self.config.prefix_caching,
                 num_guesses=self.config.num_draft_tokens,
-                guess=self._answers.guess if self.config.num_draft_tokens else None,
+                guess=self._answers.guess,
             )
             for _ in range(groups)
         ]
@@ -342,7 +342,7 @@ class Engine:
             tuple(ids),
             params,
             self._arrivals,
-            room_for(ids, params, self.max_len, config=self.config, model=self.model),
+            room_for(self.model, ids, params.max_tokens, named_limit(self.max_len, self.model, self.config)),
             end_ids=ends,
             seed=draw_seed() if params.seed is None else params.seed,
             root=ROOT if chosen is None else chosen.root,
@@ -370,7 +370,8 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return kept
-        self._scheduler.abort(request)
+        for sequence in request.sequences:
+            self._scheduler.finish(sequence, "abort")
         outputs = self._answers.of(request)
         self._answers.forget(request)
         self._awaited.deliver(outputs)
@@ -411,7 +412,7 @@ class Engine:
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
-        note_begin(step, self._answers.known, time.perf_counter())
+        self._answers.note_begin(step, time.perf_counter())
         result = self._runner.run(step)
         self._steps += 1
         outputs = self._answers.settle(step, result, self._scheduler)

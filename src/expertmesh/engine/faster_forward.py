@@ -1,19 +1,14 @@
-"""Faster ways to compute a step than calling the model: an optional part of the package registers them when it is
-imported."""
+"""Faster ways to compute a step than calling the model, on a GPU and on a CPU."""
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.step_tensors import Padding, StepBatch, StepTensors
-from expertmesh.errors import ConfigError
-
-OPTIONAL = "expertmesh.cpu"
-"""Package that may be missing; everything is computed without it, more slowly."""
+from expertmesh.models.decoder import LanguageModel
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.layer import MoELayer
 
 
 class Computed(NamedTuple):
@@ -34,7 +29,6 @@ class Computed(NamedTuple):
 class FasterForward(Protocol):
     """Forward pass of a model for a step."""
 
-    problem: str  # why it does not serve, in one line; empty: it does
     pads: bool  # whether it pads steps, so that the cache needs a spare block
 
     @property
@@ -44,29 +38,21 @@ class FasterForward(Protocol):
     def padding(self, batch: StepBatch) -> Padding | None:
         """Sizes to which a step is padded; None: it is not."""
 
-    def __call__(self, step: StepTensors, context: Any, forward: Callable[[StepTensors], Computed]) -> Computed | None:
+    def __call__(self, step: StepTensors, forward: Callable[[StepTensors], Computed]) -> Computed | None:
         """Results of a step; None: `forward`, the model, computes this step."""
 
     def compile_all(self, forward: Callable[[StepTensors], Computed]) -> None:
         """Prepare every kind of step that can be, and wait."""
 
 
-FASTER: list[Callable[[Any, EngineConfig], FasterForward | None]] = []
-"""Functions of a model and the engine's options; the first result that is not None computes."""
-
-
-def faster_forward(
-    model: Any,
-    config: EngineConfig,
-    *,
-    optional: str = OPTIONAL,
-    known: Sequence[Callable[[Any, EngineConfig], FasterForward | None]] = FASTER,
-) -> FasterForward | None:
-    """Faster forward pass of a model, of those that are known once the optional package is imported; None: there is
+def why_not_repeated(model: Any) -> str:
+    """Reason why a model's steps can be repeated on no device, as a continuation of "compile=True"; empty: there is
     none."""
-    if find_spec(optional) is not None:
-        import_module(optional)
-    if config.compile and not known:
-        raise ConfigError("compile", True, f"needs the package {optional}, which is not here", "leave it out")
-    found = (make(model, config) for make in known)
-    return next((one for one in found if one is not None), None)
+    if not isinstance(model, LanguageModel):
+        return "is for models of ours"
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
+        return "is for models on one rank"
+    if any(layer.grouped is not None and layer.grouped.paging is not None for layer in layers):
+        return "is for experts that are not in slots: each layer waits for its choices"
+    return ""

@@ -53,11 +53,6 @@ class GroupScheduler:
         owner.add(request)
         self._owner[request] = owner
 
-    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """See `Scheduler.abort`."""
-        for sequence in request.sequences:
-            self.finish(sequence, reason)
-
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """See `Scheduler.finish`."""
         request = sequence.request

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from expertmesh.engine.grammar_trial import OPTIONS
-from expertmesh.text.answer_formats import NONE, AnswerReading, format_of
+from expertmesh.text.answer_formats import AnswerReading
 from expertmesh.text.answer_pieces import CallArguments, CallStart, Content
-from expertmesh.text.call_syntax import Tools
 
 
 class GuidedCalls(dict[str, Any]):
@@ -32,17 +31,11 @@ class GuidedCalls(dict[str, Any]):
         super().__init__(calls if answer is None else {"anyOf": [calls, _moved(answer, "#/anyOf/1")]})
 
     @property
-    def _named(self) -> tuple[Any, ...]:
-        """Arguments by names, which can be pickled."""
-        given = self.reading
-        thoughts, calls = (NONE if one is None else one.names[0] for one in (given.thoughts, given.calls))
-        return thoughts, calls, dict(given.tools), given.most, given.is_open, self.answer
-
-    @property
     def key(self) -> str:
         """Key that differs from calls of equal tools in another syntax."""
-        thoughts, calls, _, most, is_open, _ = self._named
-        return json.dumps([thoughts, calls, most, is_open])
+        given = self.reading
+        names = [None if one is None else one.names[0] for one in (given.thoughts, given.calls)]
+        return json.dumps([*names, given.most, given.is_open])
 
     def listed(self, text: str) -> str:
         """JSON text of the list of calls in an answer; of one without calls its content."""
@@ -89,26 +82,10 @@ class GuidedCalls(dict[str, Any]):
             rules.append(f"thought_end[suffix={json.dumps(closes)}]: /(?s:.*)/")
         return "\n".join([start, f"call: {' | '.join(names)}", *rules])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Arguments by names."""
-        return _of_names, self._named
-
 
 def _json(schema: Any) -> str:
     """JSON of a schema in a Lark grammar."""
     return f"%json {json.dumps(schema | {'x-guidance': OPTIONS})}"
-
-
-def _of_names(
-    thoughts: str,
-    calls: str,
-    tools: Tools,
-    most: int | None,
-    is_open: bool,
-    answer: Mapping[str, Any] | None,
-) -> GuidedCalls:
-    found = format_of("thoughts", "", thoughts), format_of("calls", "", calls)
-    return GuidedCalls(AnswerReading(*found, tools, most, is_open), answer)
 
 
 def _call_schema(name: str, parameters: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -94,11 +94,7 @@ class PagedContext:
     positions: Tensor  # (T,) position of each token in its sequence
     slots_T: Tensor  # (T,) cache slot of each token
     keys: PagedKeys  # rows and blocks of the step's sequences
-
-    @property
-    def keeps(self) -> bool:
-        """Whether keys and values are stored for later tokens."""
-        return True
+    keeps: bool = True  # whether keys and values are stored for later tokens
 
     def attend(
         self,

@@ -1,12 +1,12 @@
 """Lockstep generation: a rectangular batch with a dense cache, for models without support for the paged cache.
 
-These are encoder-decoders, model families outside this package, and GPTs with expert-choice routers.
+These are model families outside this package, and GPTs with expert-choice routers or a bound on the capacity.
 """
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.values import WHOLE, Number, type_of
-from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of
+from expertmesh.engine.checks import ids_of_prompts, params_for_each, params_of, room_for
 from expertmesh.engine.drawing import FILTERS, SamplingNumbers
 from expertmesh.engine.output import NOT_FINITE, RequestOutput
 from expertmesh.engine.stops import AnswerText
@@ -33,56 +33,42 @@ _SERVED = {
 
 
 class Lockstep:
-    """Answers prompts batch by batch, with the methods `generate`, `as_they_end` and `stream` of `Engine`."""
+    """Answers prompts batch by batch, with the methods `as_they_end` and `stream` of `Engine`."""
 
     def __init__(
         self,
-        model: CausalLM,  # any language model, or encoder-decoder
+        model: CausalLM,  # any language model
         tokenizer: Tokenizer | None = None,  # tokenizer of the model; None: answers have no text
         *,
         end_ids: Sequence[int] = (),  # end tokens in addition to the model's
         batch_size: int = 32,  # prompts that are answered together; the longest of them limits the new tokens of all
     ) -> None:
+        if isinstance(model, EncoderDecoder):
+            raise ConfigError(f"model is {type_of(model)}, which reads one text and writes another; translate with it")
         Number(1, fix="32 is usual", types=WHOLE).check("batch_size", batch_size)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._end_ids = frozenset({*end_ids, *getattr(model, "end_ids", ())})
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer prompts.
-
-        Args:
-            prompts: token ids, none of them empty; for an encoder-decoder, the start of its outputs.
-            params: parameters of all prompts, or one for each; n, penalties, biases, min_tokens, logprobs and routed
-                experts are not supported.
-            sources: encoder inputs of an encoder-decoder, one list of token ids per prompt.
-        """
-        ended = self.as_they_end(prompts, params, sources=sources)
-        return [output for _, (output,) in ended]
 
     def as_they_end(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        *,
-        sources: Sequence[Sequence[int]] | None = None,
     ) -> Generator[tuple[int, list[RequestOutput]], None, None]:
-        """Like `generate`, but yields each prompt's index and its answer, in order, when its batch has ended."""
+        """Answer prompts: yields each one's index and its answer, in order, when its batch has ended.
+
+        Args:
+            prompts: token ids, none of them empty.
+            params: parameters of all prompts, or one for each; n, penalties, biases, min_tokens, logprobs and routed
+                experts are not supported.
+        """
         prompts = ids_of_prompts(prompts, self.model.vocab_size)
-        sources = check_sources(self.model, sources, num_prompts=len(prompts))
         each = params_for_each(params, len(prompts))
         rooms = self._check(prompts, each)
 
         def batches() -> Generator[tuple[int, list[RequestOutput]], None, None]:
             for first in range(0, len(prompts), self.batch_size):
                 part = slice(first, first + self.batch_size)
-                given = None if sources is None else sources[part]
-                *_, last = self._answers(prompts[part], each[part], rooms[part], given)
+                *_, last = self._answers(prompts[part], each[part], rooms[part])
                 yield from ((first + row, [output]) for row, output in enumerate(last))
 
         return batches()
@@ -90,9 +76,8 @@ class Lockstep:
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Generator[RequestOutput, None, None]:
         """Answer a prompt as a stream: yields the answer so far after each token."""
         prompts, each = ids_of_prompts([prompt], self.model.vocab_size), [params_of(params)]
-        check_sources(self.model, None, num_prompts=1)
         rooms = self._check(prompts, each)
-        return (one for (one,) in self._answers(prompts, each, rooms, None))
+        return (one for (one,) in self._answers(prompts, each, rooms))
 
     def _check(
         self,
@@ -109,17 +94,13 @@ class Lockstep:
                         f"is not served for {type_of(self.model)}, which the engine cannot page",
                         "leave it out",
                     )
-        return [
-            check_context_room(self.model, [prompt], max_tokens=one.max_tokens)
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
+        return [room_for(self.model, prompt, one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
 
     def _answers(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         rooms: Sequence[int],
-        sources: Sequence[Sequence[int]] | None,
     ) -> Iterator[list[RequestOutput]]:
         """All answers so far, after each step."""
         left = self.model.max_seq_len - max(map(len, prompts))  # the batch is a rectangle
@@ -129,7 +110,7 @@ class Lockstep:
         ids: list[list[int]] = [[] for _ in prompts]
         reasons: list[str | None] = [None] * len(prompts)
         errors: list[str | None] = [None] * len(prompts)
-        for step in self._steps(prompts, params, max(rooms), sources, reasons):
+        for step in self._steps(prompts, params, max(rooms), reasons):
             for row, (token, is_finite) in enumerate(step):
                 if reasons[row] is not None:
                     continue
@@ -165,12 +146,11 @@ class Lockstep:
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         num_steps: int,
-        sources: Sequence[Sequence[int]] | None,
         reasons: Sequence[str | None],
     ) -> Iterator[list[tuple[int, bool]]]:
         """(token, whether its logits are finite) of every row; ends when `reasons` has a reason for every row."""
         model, device = self.model, self.model.device
-        ids_BS, token_mask_BS = pad_left(prompts, device=device)
+        ids_BS, token_mask_BS = pad_prompts(prompts, "left", device=device)
         cache: Any = None
         batch = SamplingNumbers.of(
             params,
@@ -185,9 +165,6 @@ class Lockstep:
                 if cache is None:
                     length = ids_BS.shape[1] + num_steps
                     cache = model.new_cache(batch_size=len(prompts), max_len=length)
-                    if isinstance(model, EncoderDecoder) and sources is not None:
-                        source_BS, source_mask_BS = pad_right(sources, device=device)
-                        model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
                 logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
                 chosen_B = draw(logits_BV, replace(batch, position_R=lengths_B + number))
                 is_finite_B = logits_BV.isfinite().all(-1)
@@ -204,65 +181,14 @@ class Lockstep:
                 token_mask_BS = torch.tensor(running, device=device)[:, None]
 
 
-def check_sources(
-    model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
-) -> list[list[int]] | None:
-    """Checked sources, one per prompt; None: the model reads none."""
-    if not isinstance(model, EncoderDecoder):
-        if sources is not None:
-            raise ConfigError(f"sources: {type_of(model)} reads none; put them before the prompts")
-        return None
-    if sources is None or len(sources) != num_prompts:
-        raise ConfigError(
-            f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
-        )
-    found = ids_of_prompts(sources, model.vocab_size, what="source")
-    longest = max(map(len, found))
-    if longest > model.max_source_len:
-        raise ConfigError(f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it")
-    return found
-
-
-def check_context_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
-    """Number of new tokens, checked against the longest prompt."""
-    limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
-    if longest >= limit:
-        raise ConfigError(
-            f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
-        )
-    new_tokens = limit - longest if max_tokens is None else max_tokens
-    Number(1, fix="ask for a token or more", types=WHOLE).check("max_tokens", new_tokens)
-    if longest + new_tokens > limit:
-        raise ConfigError(
-            "max_tokens",
-            new_tokens,
-            f"with a prompt of {longest} tokens it passes the model's max_seq_len={limit}",
-            f"ask for at most {limit - longest}",
-        )
-    return new_tokens
-
-
-def pad_left(
-    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], side: Literal["left", "right"], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Prompts as a batch, padded on the left.
+    """Prompts as a batch, padded on one side.
 
     Returns:
         (B, S) int64 ids, 0 where padded, and a (B, S) bool mask, False where padded; None without padding.
     """
-    return _padded(prompts, side="left", device=device)
-
-
-def pad_right(
-    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Prompts as a batch, padded on the right; see `pad_left`."""
-    return _padded(prompts, side="right", device=device)
-
-
-def _padded(
-    prompts: Sequence[Sequence[int]], *, side: str, device: torch.device | str | None
-) -> tuple[Tensor, Tensor | None]:
     pad = partial(pad_sequence, batch_first=True, padding_side=side)
     rows = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
     ids_BS = pad(rows).to(device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.engine.checks import ids_of_prompts, prompts_of
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.models.replay import replaying
@@ -54,19 +55,13 @@ def token_logprobs(
         raise ConfigError(f"a sequence of {length} tokens: must be at most max_seq_len={model.max_seq_len}; shorten it")
     if routing is not None:
         _check_routing(model, ids, routing)
-    ids_BS = torch.zeros(len(ids), length, dtype=torch.int64, device=model.device)
-    mask_BS = torch.zeros(len(ids), length, dtype=torch.bool, device=model.device)
-    for row, one in enumerate(ids):
-        ids_BS[row, : len(one)] = torch.tensor(one, device=model.device)
-        mask_BS[row, : len(one)] = True
-    whole = bool(mask_BS.all())
-    is_next_BS = torch.zeros_like(mask_BS)
-    is_next_BS[:, :-1] = mask_BS[:, 1:]
-    rows_R = is_next_BS.flatten().nonzero().squeeze(1)
+    ids_BS, mask_BS = pad_prompts(ids, "right", device=model.device)
+    rows = [torch.arange(len(one) - 1) + row * length for row, one in enumerate(ids)]
+    rows_R = torch.cat(rows).to(model.device)
     with evaluating(model), _replayed(model, routing, length):
         output = model(
             ids_BS,
-            token_mask_BS=None if whole else mask_BS,
+            token_mask_BS=mask_BS,
             logit_rows_R=rows_R,
             targets_R=ids_BS.flatten()[rows_R + 1],
             capacity_factor=model.config.moe.dropless_factor,

@@ -1,20 +1,21 @@
-"""Engine over ranks: rank 0 has the requests, plans every step, and broadcasts the inputs as integers.
+"""Engine over ranks: rank 0 has the requests, plans every step, and broadcasts the inputs.
 
     rank 0: Scheduler of each group -> StepBatch of each group -> broadcast -> its own group's part -> logits of all
     rows -> sample
     others:                                                       receive   -> their group's part   -> rows of hidden
         states to rank 0
 
-A step is one broadcast of integers, or two where these are more than `_WORDS`. Block tables are sent once, then only
+A step is one broadcast of JSON, or two where it is longer than `_BYTES`. Block tables are sent once, then only
 their changes. Between steps rank 0 sends heartbeats, so that collectives do not time out while there are no requests.
 """
 
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ from expertmesh.parallel.serving import ONE_PROCESS, ServingDegrees, gather_home
 from expertmesh.runs.open import LoadedModel, device_of, open_model
 from expertmesh.runs.run_dir import Run
 
-_WORDS = 512
-"""Integers of a message; a longer message has a second part."""
-_STEP, _ALIVE, _LOAD, _STOP, _PLACE, _ADAPTER, _NO_ADAPTER = range(7)
+_BYTES = 4096
+"""Bytes of a message with its length; a longer message has a second part."""
+_LENGTH = 8
 _BEATS = 8
 """Heartbeats within the timeout of a collective."""
 _MOST_BEAT_S = 10.0
@@ -125,57 +126,58 @@ class _KnownSequence:
 
 
 class Wire:
-    """Broadcast of integer messages from rank 0. `group`: all ranks."""
+    """Broadcast of messages from rank 0, as JSON. `group`: all ranks."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
 
-    def send(self, words: list[int]) -> None:
-        """Send a message to all other ranks."""
-        first = torch.zeros(_WORDS, dtype=torch.int64)
-        first[0] = len(words)
-        head = words[: _WORDS - 1]
-        first[1 : 1 + len(head)] = torch.tensor(head, dtype=torch.int64)
-        self._broadcast(first)
-        if len(words) >= _WORDS:
-            self._broadcast(torch.tensor(words[_WORDS - 1 :], dtype=torch.int64))
+    def send(self, *message: Any) -> None:
+        """Send a kind of message, with its values, to all other ranks."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        data = len(text).to_bytes(_LENGTH, "little") + text
+        self._broadcast(bytearray(data[:_BYTES].ljust(_BYTES)))
+        if len(data) > _BYTES:
+            self._broadcast(bytearray(data[_BYTES:]))
 
-    def receive(self) -> list[int]:
+    def receive(self) -> list[Any]:
         """Wait for the next message from rank 0."""
-        first = torch.empty(_WORDS, dtype=torch.int64)
-        self._broadcast(first)
-        length, *words = first.tolist()
-        if length >= _WORDS:
-            rest = torch.empty(length - _WORDS + 1, dtype=torch.int64)
-            self._broadcast(rest)
-            words += rest.tolist()
-        return words[:length]
+        data = self._broadcast(bytearray(_BYTES))
+        size = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+        if size > _BYTES:
+            data = data + self._broadcast(bytearray(size - _BYTES))
+        message: list[Any] = json.loads(data[_LENGTH:size])
+        return message
 
-    def _broadcast(self, words: Tensor) -> None:
-        broadcast_(words, self._group, where="the next step")
+    def _broadcast(self, data: bytearray) -> bytearray:
+        broadcast_(torch.frombuffer(data, dtype=torch.uint8), self._group, where="the next step")
+        return data
 
 
 class StepWriter:
-    """Encoder of steps as integers; remembers the block tables that the other ranks know."""
+    """Encoder of steps; remembers the block tables that the other ranks know."""
 
     def __init__(self) -> None:
         self._known: dict[Sequence, _KnownSequence] = {}
         self._count = 0
 
-    def words(self, parts: tuple[Step, ...], batches: list[StepBatch], *, experts: bool) -> list[int]:
-        """Encode a step of all groups. `experts`: whether rank 0 needs the experts of tokens."""
+    def message(self, parts: tuple[Step, ...], batches: list[StepBatch]) -> tuple[list[int], list[Any]]:
+        """Numbers of sequences that have ended, and a step of all groups, for `StepReader.batches`."""
         gone = [s for s in self._known if s.is_guessed or s.state is State.FINISHED]
-        words = [_STEP, int(experts), len(gone), *(self._known.pop(s).number for s in gone)]
-        words.append(len(parts))
-        for part, batch in zip(parts, batches, strict=True):
-            words += [len(batch.copies), *(block for pair in batch.copies for block in pair)]
-            words += [len(batch.rows), *batch.rows, len(batch.chunks)]
-            for chunk, one in zip(part.chunks, batch.chunks, strict=True):
-                words += self._table(chunk.sequence)
-                words += [one.start, one.root, len(one.ids), *one.ids]
-        return words
+        numbers = [self._known.pop(s).number for s in gone]
+        groups = [
+            (
+                batch.copies,
+                batch.rows,
+                [
+                    (*self._table(chunk.sequence), one.start, one.root, list(one.ids))
+                    for chunk, one in zip(part.chunks, batch.chunks, strict=True)
+                ],
+            )
+            for part, batch in zip(parts, batches, strict=True)
+        ]
+        return numbers, groups
 
-    def _table(self, sequence: Sequence) -> list[int]:
+    def _table(self, sequence: Sequence) -> tuple[int, int, list[int]]:
         """Number of a sequence, number of unchanged blocks of its table, and the other blocks."""
         known = self._known.get(sequence)
         if known is None:
@@ -187,7 +189,7 @@ class StepWriter:
             min(len(before), len(now)),
         )
         before[same:] = now[same:]
-        return [known.number, same, len(now) - same, *now[same:]]
+        return known.number, same, now[same:]
 
 
 class StepReader:
@@ -196,34 +198,19 @@ class StepReader:
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}
 
-    def batches(self, words: list[int]) -> tuple[list[StepBatch], bool]:
-        """Step of each group, and whether rank 0 needs the experts of tokens."""
-        left = iter(words)
-
-        def some(count: int | None = None) -> list[int]:
-            return [next(left) for _ in range(next(left) if count is None else count)]
-
-        _, experts = some(2)
-        for number in some():
+    def batches(self, gone: list[int], groups: list[Any]) -> list[StepBatch]:
+        """Step of each group."""
+        for number in gone:
             self._tables.pop(number, None)
-        return [self._batch(some) for _ in range(next(left))], bool(experts)
+        return [
+            StepBatch(tuple(starmap(self._chunk, chunks)), tuple(rows), tuple(map(tuple, copies)))
+            for copies, rows, chunks in groups
+        ]
 
-    def _batch(self, some: Callable[..., list[int]]) -> StepBatch:
-        pairs = some(2 * some(1)[0])
-        rows = tuple(some())
-        chunks = []
-        for _ in range(some(1)[0]):
-            number, same = some(2)
-            table = self._tables.setdefault(number, [])
-            table[same:] = some()
-            start, root = some(2)
-            chunks.append(BatchChunk(some(), start, list(table), root))
-        return StepBatch(tuple(chunks), rows, tuple(zip(pairs[::2], pairs[1::2], strict=True)))
-
-
-def _text(words: list[int]) -> str:
-    """Text from its UTF-8 bytes."""
-    return bytes(words).decode()
+    def _chunk(self, number: int, same: int, blocks: list[int], start: int, root: int, ids: list[int]) -> BatchChunk:
+        table = self._tables.setdefault(number, [])
+        table[same:] = blocks
+        return BatchChunk(ids, start, list(table), root)
 
 
 @dataclass(frozen=True)
@@ -314,10 +301,10 @@ class RankedRunner(Runner):
         wants = any(c.sequence.request.params.return_routed_experts for c in step.chunks)
         with self._together():
             if self.placed is not None and self._steps and self._steps % self._interval == 0:
-                self._wire.send([_PLACE])
+                self._wire.send("place")
                 self._place()
             self._steps += 1
-            self._wire.send(self._writer.words(step.parts, batches, experts=wants))
+            self._wire.send("step", wants, *self._writer.message(step.parts, batches))
             logits_RV, all_ids = self._part(batches, wants_experts=wants)
         numbers = RowNumbers(rows)
         parts = [*numbers.sampling.parts, *numbers.parts]
@@ -335,30 +322,28 @@ class RankedRunner(Runner):
     def follow(self) -> None:
         """Compute this rank's part of every step until rank 0 closes the engine."""
         while True:
-            words = self._wire.receive()
-            if words[0] == _STOP:
-                self._over.set()
-                return
-            if words[0] == _STEP:
-                batches, experts = self._reader.batches(words)
-                self._part(batches, wants_experts=experts)
-            elif words[0] == _LOAD:
-                self._sum_load()
-            elif words[0] == _PLACE:
-                self._place()
-            elif words[0] == _ADAPTER:
-                self._load_as_told(words)
-            elif words[0] == _NO_ADAPTER and self.adapters is not None:
-                with suppress(ConfigError):  # loading failed on this rank
-                    self.adapters.unload(json.loads(_text(words[1:])))
+            match self._wire.receive():
+                case ["stop"]:
+                    self._over.set()
+                    return
+                case ["step", wants_experts, gone, groups]:
+                    self._part(self._reader.batches(gone, groups), wants_experts=wants_experts)
+                case ["load"]:
+                    self._sum_load()
+                case ["place"]:
+                    self._place()
+                case ["adapter", name, folder, root]:
+                    self._load_as_told(name, folder, root)
+                case ["no adapter", name] if self.adapters is not None:
+                    with suppress(ConfigError):  # loading failed on this rank
+                        self.adapters.unload(name)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load an adapter on all ranks, each with the factors of its experts; see `Engine.load_adapter`."""
         loaded = self._room_for_adapters().load(name, folder)
-        told = json.dumps([name, str(loaded.folder.absolute()), loaded.root])
         try:
             with self._together():
-                self._wire.send([_ADAPTER, *told.encode()])
+                self._wire.send("adapter", name, str(loaded.folder.absolute()), loaded.root)
                 failed = self._count_failed(False)
         except BaseException:  # the other ranks do not have it
             super().unload_adapter(name)
@@ -374,11 +359,10 @@ class RankedRunner(Runner):
         """Unload an adapter on all ranks; see `Engine.unload_adapter`."""
         super().unload_adapter(name)
         with self._together():
-            self._wire.send([_NO_ADAPTER, *json.dumps(name).encode()])
+            self._wire.send("no adapter", name)
 
-    def _load_as_told(self, words: list[int]) -> None:
+    def _load_as_told(self, name: str, folder: str, root: int) -> None:
         """Load an adapter that rank 0 has loaded."""
-        name, folder, root = json.loads(_text(words[1:]))
         failed = False
         try:
             self._room_for_adapters().load(name, folder, root=root)
@@ -449,17 +433,13 @@ class RankedRunner(Runner):
             )
         return output.logits_BSV, [stats.topk_expert_ids_TK[:0] for stats in output.stats]
 
-    def _lasting(self) -> list[Tensor]:
-        """Empty list: rebalancing replaces expert weights, which version counters do not detect."""
-        return []
-
     def loads(self) -> list[list[int]]:
         """Tokens that each expert has served on all ranks; during a step, the last known numbers."""
         if not self._lock.acquire(blocking=False):
             return self._load
         self._lock.release()
         with suppress(CollectiveError, ConfigError), self._together():
-            self._wire.send([_LOAD])
+            self._wire.send("load")
             self._sum_load()
         return self._load
 
@@ -481,7 +461,7 @@ class RankedRunner(Runner):
         """Let the other ranks return from `follow`."""
         if self.ranks.leads:
             with suppress(CollectiveError, ConfigError), self._together():
-                self._wire.send([_STOP])
+                self._wire.send("stop")
         self._over.set()
         self._talked.set()
 
@@ -491,4 +471,4 @@ class RankedRunner(Runner):
             self._talked.clear()
             if not self._talked.wait(self._beat_s) and not self._over.is_set():
                 with suppress(CollectiveError, ConfigError), self._together():
-                    self._wire.send([_ALIVE])
+                    self._wire.send("alive")

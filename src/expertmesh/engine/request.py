@@ -34,13 +34,11 @@ def for_prompts(params: Seq[SamplingParams]) -> list[SamplingParams]:
 
     The first keeps the seed. Prompt i draws by a hash of seed and i, which is no other seed plus a number.
     """
-    return [one.model_copy(update={"seed": _seed_of(one.seed, place)}) for place, one in enumerate(params)]
-
-
-def _seed_of(seed: int | None, place: int) -> int | None:
-    if seed is None or place == 0:
-        return seed
-    return hashed_seed(f"{int(seed)}/prompt/{place}")
+    found = list(params)
+    for place, one in enumerate(found):
+        if place and one.seed is not None:
+            found[place] = one.model_copy(update={"seed": hashed_seed(f"{one.seed}/prompt/{place}")})
+    return found
 
 
 def hashed_seed(text: str) -> int:

@@ -94,7 +94,7 @@ class Runner:
         how: dict[str, Any] = {"drawing": drawing, "more": more, "padding": padding}
         step = step_tensors(batch, self.cache.block_size, self.device, **how)
         with self._adapted(batch):
-            found = None if self.faster is None else self.faster(step, self._context(step), self._forward)  # fmt: skip
+            found = None if self.faster is None else self.faster(step, self._forward)
             found = self._forward(step) if found is None else found
         if padding is not None and padding.num is not None:
             found = found.first(len(batch.rows))

@@ -80,7 +80,7 @@ class Scheduler:
     max_sequences: int
     reuses_prefixes: bool = True
     num_guesses: int = 0
-    guess: Callable[[Sequence, int], list[int]] | None = None
+    guess: Callable[[Sequence, int], list[int]] = lambda sequence, most: []
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
@@ -106,13 +106,8 @@ class Scheduler:
             )
         self.waiting.extend(request.sequences)
 
-    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End all unfinished sequences of a request, in any state, and free their blocks."""
-        for sequence in request.sequences:
-            self.finish(sequence, reason)
-
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free its blocks; a finished sequence is unchanged."""
+        """End a sequence in any state and free its blocks; a finished sequence is unchanged."""
         if sequence.state is State.FINISHED:
             return
         queue = self.running if sequence.state is State.RUNNING else self.waiting
@@ -213,13 +208,12 @@ class Scheduler:
         """Draft tokens for decoding sequences, from the remaining budget and blocks; no sequence is preempted for
         them."""
         found = {}
-        for chunk in chunks if self.guess is not None else ():
+        for chunk in chunks if self.num_guesses else ():
             sequence = chunk.sequence
             left = sequence.request.max_tokens - len(sequence.new_ids) - 1
             most = min(self.num_guesses, budget, left)
             if chunk.count > 1 or not chunk.samples or not sequence.new_ids or most < 1:
                 continue
-            assert self.guess is not None
             ids = self.guess(sequence, most)
             while ids and not self._has_room(sequence, 1 + len(ids)):
                 ids.pop()

@@ -28,7 +28,8 @@ class SchemaCheck:
 
     def __init__(self, text: str, anchors: Mapping[str, str], matches: Callable[[str, str], bool]) -> None:
         self._root = _parsed(text)
-        self._anchors, self._matches = anchors, matches
+        self._anchors = anchors
+        self.matches = matches  # whether a regular expression is found in a text
         self._allowed: dict[int, set[Any]] = {}  # values of each `enum`
 
     def problem(self, text: str) -> str | None:
@@ -57,10 +58,6 @@ class SchemaCheck:
         if id(values) not in self._allowed:
             self._allowed[id(values)] = {_key(one) for one in values}
         return _key(value) in self._allowed[id(values)]
-
-    def matches(self, pattern: str, text: str) -> bool:
-        """Whether a regular expression is found in a text."""
-        return self._matches(pattern, text)
 
 
 class _TooManyStepsError(Exception):

@@ -1,7 +1,7 @@
 """Text generation for models of any kind: with the engine if it supports the model, else in lockstep."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.engine.awaited import AnswerIterator
@@ -12,6 +12,8 @@ from expertmesh.engine.output import RequestOutput
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import evaluating
 from expertmesh.text.format import TextFormat
+
+T = TypeVar("T")
 
 
 def writer(
@@ -70,18 +72,24 @@ def continued(
 
 def _in_order(model: Any, ended: Iterator[tuple[int, list[RequestOutput]]]) -> Iterator[RequestOutput]:
     known: dict[int, RequestOutput] = {}
-    place = 0
-    while True:
-        with evaluating(model):  # the consumer may train the model between answers
-            one = next(ended, None)
-        if one is None:
-            return
-        known[one[0]] = one[1][0]
-        while place in known:
-            output = known.pop(place)
+    following = 0
+    for place, (answer,) in _evaluated(model, ended):
+        known[place] = answer
+        while following in known:
+            output = known.pop(following)
             _check(output)
             yield output
-            place += 1
+            following += 1
+
+
+def _evaluated(model: Any, answers: Iterator[T]) -> Iterator[T]:
+    """Answers, each computed in evaluation mode; the consumer may train the model between them."""
+    while True:
+        with evaluating(model):
+            one = next(answers, None)
+        if one is None:
+            return
+        yield one
 
 
 def _chosen(adapter: str | None) -> dict[str, Any]:
@@ -107,11 +115,7 @@ def stream_text(
 
 def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:
     said = 0
-    while True:
-        with evaluating(model):  # the consumer may train the model between pieces
-            output = next(outputs, None)
-        if output is None:
-            return
+    for output in _evaluated(model, outputs):
         _check(output)
         if len(output.text) > said:
             yield output.text[said:]

@@ -1,12 +1,7 @@
 """Times at which an answer was added, admitted and computed."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from expertmesh.engine.request import Sequence
-from expertmesh.engine.scheduler import Step
 
 
 @dataclass
@@ -34,19 +29,3 @@ class Timing:
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
-
-
-class Timed(Protocol):
-    """Object with a timing."""
-
-    timing: Timing
-
-
-def note_begin(step: Step, answers: Mapping[Sequence, Timed], now: float) -> None:
-    """Record the start of a step: its sequences are admitted, preempted ones are counted."""
-    for chunk in step.chunks:
-        for sequence in (chunk.sequence, *chunk.samples):
-            if sequence in answers and answers[sequence].timing.admitted is None:
-                answers[sequence].timing.admitted = now
-    for sequence in step.preempted:
-        answers[sequence].timing.num_preemptions += 1

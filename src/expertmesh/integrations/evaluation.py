@@ -16,7 +16,7 @@ from torch import Tensor
 from expertmesh.config.evaluation_task import check_task
 from expertmesh.config.sampling import SamplingParams
 from expertmesh.config.values import WHOLE, Number, type_of
-from expertmesh.engine.lockstep import pad_right
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.engine.texts import continue_prompts
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
@@ -99,7 +99,7 @@ class ExpertMeshLM(TemplateLM):
                 )
         # truncated on the left to the model's length; the last token is predicted only
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
-        ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
+        ids_BS, token_mask_BS = pad_prompts(rows, "right", device=self.model.device)
         factor = self.model.config.moe.dropless_factor
         with evaluating(self.model), torch.no_grad():
             logits_BSV = self.model(ids_BS, token_mask_BS=token_mask_BS, capacity_factor=factor).logits_BSV

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -29,6 +30,8 @@ _HEADER_BYTES = 2**16
 _BACKLOG = 2048
 """Connections that may wait to be accepted."""
 _LOOK_S = 0.05
+_QUIET_S = 10.0
+"""Seconds without an error after which connections that find no file descriptor are told of again."""
 _LAST_WORDS_S = 3.0
 """Seconds for which `/health` reports a lost rank before the process ends."""
 
@@ -149,7 +152,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: ServerApp, on_ready: Callable[[str], None]) -> None:
         super().__init__(config)
         self._app, self._on_ready, self.code = app, on_ready, 0
-        self._is_full = False  # whether connections have found no file descriptor
+        self._full_s = -math.inf  # time at which a connection last found no file descriptor
         self._ending: asyncio.Task[None] | None = None
         _Protocol.idle_s = app.config.idle_s
 
@@ -164,12 +167,13 @@ class _Server(uvicorn.Server):
         self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop; one line for all connections for which there is no file descriptor."""
+        """Log an error of the event loop; one line for connections that find no file descriptor one after another."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
-        elif not self._is_full:
-            self._is_full = True
+            return
+        before, self._full_s = self._full_s, loop.time()
+        if self._full_s > before + _QUIET_S:
             log.warning("no more connections (%s): others wait; raise the limit (ulimit -n)", error.strerror)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

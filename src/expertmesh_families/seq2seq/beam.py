@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.values import WHOLE, Number, type_of
-from expertmesh.engine.lockstep import check_context_room, check_sources, pad_right
+from expertmesh.engine.checks import ids_of_prompts, room_for
+from expertmesh.engine.lockstep import pad_prompts
 from expertmesh.engine.output import NOT_FINITE
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
@@ -77,11 +78,14 @@ def beam_search(
     """
     Number(1, MOST_BEAMS, "5 is usual", types=WHOLE).check("num_beams", num_beams)
     Number(0, _MOST_PENALTY, "1 is usual").check("length_penalty", length_penalty)
-    sources = check_sources(model, sources, num_prompts=len(sources)) or []
+    sources = ids_of_prompts(sources, model.vocab_size, what="source")
+    longest = max(map(len, sources))
+    if longest > model.max_source_len:
+        raise ConfigError(f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it")
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
     if len(given) != len(sources):
         raise ConfigError(f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source")
-    room = {most: check_context_room(model, [start], max_tokens=most) for most in set(given)}
+    room = {most: room_for(model, start, most) for most in set(given)}
     limits = [room[most] for most in given]
     with evaluating(model):
         return _search(model, sources, list(start), end_id, num_beams, length_penalty, limits)
@@ -100,7 +104,7 @@ def _search(
     cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
     if not isinstance(cache, BeamCache):
         raise ConfigError(f"{type_of(cache)} has no beams; give one whose cache can branch")
-    source_BS, source_mask_BS = pad_right(sources, device=device)
+    source_BS, source_mask_BS = pad_prompts(sources, "right", device=device)
     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
     cache.branch(K)
     new_RS = torch.tensor([start] * (B * K), device=device)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
-from tests.support.generation import written_ids
 from torch.overrides import TorchFunctionMode
 
 from expertmesh.errors import ConfigError
@@ -98,10 +97,12 @@ def test_enough_beams_find_the_best_of_all_outputs(alpha):
 def test_one_beam_is_greedy_and_few_beams_are_alike_alone_and_together():
     toy = Toy(5)
     sources = [[1], [3], [2]]
-    written = written_ids(toy, [[2]] * 3, sources=sources, max_tokens=LONGEST, ends=[END])
     greedy = beam_search(toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_tokens=LONGEST)
-    for row, hypothesis in enumerate(greedy):
-        assert hypothesis.ids == written[row]
+    for (source,), hypothesis in zip(sources, greedy, strict=True):
+        ids = [0, 2]
+        while len(ids) < 2 + LONGEST and ids[-1] != END:
+            ids.append(int(toy.table[source, ids[-2], ids[-1]].argmax()))
+        assert hypothesis.ids == ids[2 : -1 if ids[-1] == END else None]
     together = beam_search(toy, sources, start=[2], end_id=END, num_beams=2, max_tokens=7)
     for source, hypothesis in zip(sources, together, strict=True):
         alone = beam_search(toy, [source], start=[2], end_id=END, num_beams=2, max_tokens=7)
@@ -170,6 +171,8 @@ def test_the_host_asks_once_per_token():
         ({"length_penalty": float("nan")}, "length_penalty=nan: must be a number from 0 to 10"),
         ({"max_tokens": 9}, "max_tokens=9: with a prompt of 1 tokens it passes"),
         ({"sources": [[1] * 6]}, "source of 6 tokens: the model reads at most 5"),
+        ({"sources": [[1], []]}, "source='': is empty"),
+        ({"sources": [[VOCAB]]}, "token id 4: must be a whole number from 0 to 3"),
     ],
 )
 def test_wrong_options_are_one_line(options, words):

@@ -10,6 +10,7 @@ from tests.support.memory import saved_bytes
 from tests.support.waits import waits
 
 from expertmesh.config.moe import MoEConfig
+from expertmesh.engine.texts import writer
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.task import Part
@@ -161,6 +162,8 @@ def test_cached_beams_that_share_sources_equal_uncached_ones(positions, capacity
     moe = MoEConfig(num_experts=(3, 4), top_k=1, hidden_dim=20, **capped)
     model = Seq2Seq(config(positions=positions, moe=moe), dtype=torch.float64, seed=1).eval()
     assert isinstance(model, EncoderDecoder)
+    with pytest.raises(ConfigError, match="reads one text and writes another"):
+        writer(model)
     source, mask = padded(SOURCES)
     cache = model.new_cache(batch_size=3, max_len=6)
     assert isinstance(cache, BeamCache)

@@ -38,32 +38,17 @@ def attend(
     if "batches" not in keys.memo:
         keys.memo["batches"] = tuple(_batches(keys))
     batches: tuple[_Batch, ...] = keys.memo["batches"]
-    if len(batches) == 1 and batches[0].rows == slice(0, len(q_THd)):
-        return _of_batch(q_THd, k_NShd, v_NShd, batches[0], rule, attention, is_invariant)
     y_THd = q_THd.new_zeros(*q_THd.shape[:2], v_NShd.shape[3])
     for batch in batches:
-        y_THd[batch.rows] = _of_batch(q_THd, k_NShd, v_NShd, batch, rule, attention, is_invariant)
+        found = batch.under(rule, k_NShd.shape[1], from_first=is_invariant)
+        own = replace(rule, window=None, chunk=None) if found.has_rule else rule
+        q_BHSd = q_THd[batch.rows].unflatten(0, (-1, batch.num_queries)).transpose(1, 2)
+        k_BhLd, v_BhLd = (
+            t.flatten(0, 1)[found.places].view(len(q_BHSd), -1, *t.shape[2:]).transpose(1, 2) for t in (k_NShd, v_NShd)
+        )
+        y_BHSd = attention(q_BHSd, k_BhLd, v_BhLd, found.visible, own)
+        y_THd[batch.rows] = y_BHSd.transpose(1, 2).flatten(0, 1)
     return y_THd
-
-
-def _of_batch(
-    q_THd: Tensor,
-    k_NShd: Tensor,
-    v_NShd: Tensor,
-    batch: "_Batch",
-    rule: ScoreRule,
-    attention: Attention,
-    is_invariant: bool,
-) -> Tensor:
-    """(B * S, H, n) attention of a batch."""
-    found = batch.under(rule, k_NShd.shape[1], from_first=is_invariant)
-    own = replace(rule, window=None, chunk=None) if found.has_rule else rule
-    q_BHSd = q_THd[batch.rows].unflatten(0, (-1, batch.num_queries)).transpose(1, 2)
-    k_BhLd, v_BhLd = (
-        t.flatten(0, 1)[found.places].view(len(q_BHSd), -1, *t.shape[2:]).transpose(1, 2) for t in (k_NShd, v_NShd)
-    )
-    y_BHSd = attention(q_BHSd, k_BhLd, v_BhLd, found.visible, own)
-    return y_BHSd.transpose(1, 2).flatten(0, 1)
 
 
 class _Keys(NamedTuple):
