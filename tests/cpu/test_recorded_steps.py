@@ -3,6 +3,7 @@ wrong."""
 
 import contextlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
 
 from expertmesh import lora as em_lora
 from expertmesh.cpu import recorded_steps
-from expertmesh.engine import captured
+from expertmesh.engine.captured import OPTIONAL
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
@@ -219,7 +220,7 @@ def test_what_cannot_be_recorded_is_refused():
 
 def test_without_the_optional_package_the_model_computes(monkeypatch):
     model = gpt(torch.float32, moe={"top_k": 2})
-    monkeypatch.setattr(captured, "OPTIONAL", "no_such_package")
+    monkeypatch.setitem(sys.modules, OPTIONAL, None)
     assert Engine(model)._runner.faster is None
-    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+    with pytest.raises(ConfigError, match="compile=True: needs the package expertmesh.cpu"):
         Engine(model, compile=True)
