@@ -3,6 +3,7 @@ wrong."""
 
 import contextlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh import lora as em_lora
 from expertmesh.cpu import recorded_steps
-from expertmesh.engine import captured
+from expertmesh.engine.captured import OPTIONAL
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
@@ -267,7 +268,7 @@ def test_what_cannot_be_recorded_is_refused():
 
 def test_without_the_optional_package_the_model_computes(monkeypatch):
     model = gpt(torch.float32, moe={"top_k": 2})
-    monkeypatch.setattr(captured, "OPTIONAL", "no_such_package")
+    monkeypatch.setitem(sys.modules, OPTIONAL, None)
     assert Engine(model)._runner.faster is None
-    with pytest.raises(ConfigError, match="compile=True: needs the package no_such_package"):
+    with pytest.raises(ConfigError, match="compile=True: needs the package expertmesh.cpu"):
         Engine(model, compile=True)
