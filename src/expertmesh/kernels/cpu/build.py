@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,12 +48,24 @@ class BuildError(Exception):
     """The kernels cannot be compiled here; the message is the reason, in one line."""
 
 
+def can_be_loaded_from(folder: Path) -> bool:
+    """Whether the file system of a folder lets objects be loaded."""
+    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+
+
 @contextmanager
-def built(instructions: InstructionSet, *, shipped: Path = SHIPPED, most_objects: int = MOST_OBJECTS) -> Iterator[Path]:
+def built(
+    instructions: InstructionSet,
+    *,
+    shipped: Path = SHIPPED,
+    most_objects: int = MOST_OBJECTS,
+    loads_from: Callable[[Path], bool] = can_be_loaded_from,
+) -> Iterator[Path]:
     """Path of the object for an instruction set: shipped, cached, or compiled now; valid inside the context.
 
     Args:
         shipped: folder of shipped objects, which are not read if CC names a compiler.
+        loads_from: whether objects of a folder can be loaded.
     """
     ready = shipped / shipped_name(instructions)
     if not os.environ.get("CC") and ready.is_file():
@@ -63,7 +75,7 @@ def built(instructions: InstructionSet, *, shipped: Path = SHIPPED, most_objects
         compiler, found = compiler_command(), None
         # no home, a full disk, a file system without locks
         with contextlib.suppress(OSError, ConfigError, BuildError):
-            found = _cached(compiler, instructions, user_cache_dir() / "kernels", stack, most_objects)
+            found = _cached(compiler, instructions, user_cache_dir() / "kernels", stack, most_objects, loads_from)
         if found is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-")))
             found = compiled(compiler, instructions, folder)
@@ -152,6 +164,7 @@ def _cached(
     folder: Path,
     stack: contextlib.ExitStack,
     most_objects: int,
+    loads_from: Callable[[Path], bool],
 ) -> Path | None:
     """The object in the cache, compiled if it is not there; None: the folder is not safe.
 
@@ -160,7 +173,7 @@ def _cached(
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder) or os.statvfs(folder).f_flag & os.ST_NOEXEC:  # where nothing can be loaded from
+    if not is_private(folder) or not loads_from(folder):
         return None
     name = f"{instructions.name}-{_key(compiler, instructions)}"
     lock = folder / f"{name}.lock"
