@@ -7,8 +7,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import fnmatch
 import gc
+
+# Until all tests are found: what is imported stays, and looking for garbage in it again and again took half of the time.
+gc.disable()
+
+import fnmatch
 import io
 import random
 import sys
@@ -161,9 +165,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish(session):
-    # What is imported stays: garbage need not be looked for in it again and again, here and in forked ranks.
+    # Garbage need not be looked for in what is imported from here on either, nor in forked ranks.
     gc.collect()
     gc.freeze()
+    gc.enable()
     # when all test modules are imported, and before any test has started a thread
     session.config.add_cleanup(the_nursery().close)
 
