@@ -7,12 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import gc
-
-# Until all tests are found: what is imported stays, and looking for garbage in it again and again took half of the time.
-gc.disable()
-
 import fnmatch
+import gc
 import io
 import random
 import sys
@@ -103,6 +99,8 @@ def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list
 
 
 def pytest_configure(config):
+    # Until all tests are found: what is imported stays, and looks for garbage in it took half of the time.
+    gc.disable()
     config.stash[SKIPS] = set()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
