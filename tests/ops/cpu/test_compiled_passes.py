@@ -96,7 +96,15 @@ def test_what_they_serve():
 
 @needs_compiler
 @pytest.mark.parametrize("recompute_h", [False, True])
-@pytest.mark.parametrize(("activation", "dtype"), [("swiglu", torch.bfloat16), ("relu2", torch.float32)])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("swiglu", torch.bfloat16),
+        ("relu2", torch.float32),
+        pytest.param("swiglu", torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param("relu2", torch.bfloat16, marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("kind", ["uniform", "dropped"])
 def test_the_experts_take_them(threshold, kind, activation, dtype, recompute_h):
     shape = (60, 33, 25, 5, 3)
