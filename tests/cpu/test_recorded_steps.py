@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
+from tests.support.pairwise import covering
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,9 +55,18 @@ def assert_recorded(engine):
     assert {kind[0] for kind, one in faster._recorded.items() if one.is_checked} >= {1, 2}
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "ordinary"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+FACTORS = {"kind": list(KINDS), "dtype": [torch.bfloat16, torch.float32], "mode": ["deterministic", "ordinary"]}
+PAIRS = covering(FACTORS)
+
+
+def rows():
+    """Every combination; those beyond a set in which every two values meet are exhaustive."""
+    for values in itertools.product(*FACTORS.values()):
+        is_one = dict(zip(FACTORS, values, strict=True)) in PAIRS
+        yield pytest.param(*values, marks=() if is_one else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(tuple(FACTORS), [*rows()])
 def test_recorded_steps_have_the_models_own_bits_and_see_new_weights(kind, dtype, mode):
     sizes = {"dim": 32, "head_dim": 8, "batch_invariant": mode == "deterministic"}
     model = gpt(dtype, **sizes, **KINDS[kind])

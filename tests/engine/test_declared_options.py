@@ -50,7 +50,8 @@ HELP = "minimum probability of a token other than the most likely one (Hewitt et
 def source(tmp_path_factory):
     """Folder of a copy of the sources with the option."""
     copy = tmp_path_factory.mktemp("copy") / "src"
-    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    # with the bytecode of all that does not change, but for what another process is just writing
+    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name, changes in DECLARATION.items():
         path = copy / "expertmesh" / name
         text = path.read_text(encoding="utf-8")

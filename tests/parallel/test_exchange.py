@@ -121,11 +121,16 @@ SPREADS = [{"es_degree": 2}, {"route_degree": 2}, {"exchanges": partial(Fixed, b
 TOKENS = [(7, 4, 0, 9), (0, 0, 0, 0), (1, 0, 2, 0)]
 
 
-def bytes_in_parts(degrees):
+def by_turns(number):
+    """Each way of spreading beside one of the numbers of tokens, other ones for the next number of parts."""
+    return [(spread, TOKENS[(number + i) % len(TOKENS)]) for i, spread in enumerate(SPREADS)]
+
+
+def bytes_in_parts(degrees, is_whole):
     """Every number of parts is exact; returns the bytes of tokens, and the exchanges of counts, of each."""
     found = []
-    for degree in degrees:
-        for spread, tokens in product(SPREADS, TOKENS):
+    for number, degree in enumerate(degrees):
+        for spread, tokens in product(SPREADS, TOKENS) if is_whole else by_turns(number):
             dense = {"num_shared_experts": 1, "residual": True}
             compare(SpreadCase(dense, spread | {"overlap_degree": degree}, tokens=tokens))
         log = compare(SpreadCase(spread={"overlap_degree": degree}))
@@ -135,8 +140,9 @@ def bytes_in_parts(degrees):
     return found
 
 
-def test_parts_are_exact_and_move_the_same_bytes(four_ranks):
-    for of_one, *others in four_ranks.run(bytes_in_parts, (1, 2, 4, 8)):
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_parts_are_exact_and_move_the_same_bytes(four_ranks, is_whole):
+    for of_one, *others in four_ranks.run(bytes_in_parts, (1, 2, 4, 8), is_whole):
         assert of_one[0] > 0
         assert others == [of_one] * 3
         assert of_one[1] == 1, "one exchange of counts for all parts"

@@ -51,8 +51,7 @@ _OF_EXPERTS = {"route_degree", "es_degree", "expert_order"}
 SAMPLE = {
     *(("gpt-1.1t", 512, name) for name in ("E", "route 64, Z2", "tp 8", "offload")),
     *(("gpt-1.1t", 2048, name) for name in ("4 slices", "8 copies, Z2")),
-    *(("gpt-3.5t", 2048, name) for name in ("E", "offload, 8 slices, route 16")),
-    ("gpt-3.5t", 512, "offload, Z2, tp 2"),
+    ("gpt-3.5t", 2048, "offload, 8 slices, route 16"),
     ("gpt-400b", 64, "16 slices, route 32"),
     ("gpt-400b", 64, "tokens stay, Z1"),
     ("gpt-15b", 64, "E+Z2"),

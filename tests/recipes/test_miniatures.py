@@ -15,7 +15,7 @@ from expertmesh.config.run import DistillConfig
 from expertmesh.models.registry import FAMILIES
 from expertmesh.models.registry import recipe as recipe_of
 
-STEPS, BROKEN_OFF = 20, 17
+STEPS, BROKEN_OFF = 8, 6
 SEQ_LEN = 16
 RECIPES = {
     name: (family, recipe)

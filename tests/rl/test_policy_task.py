@@ -186,7 +186,11 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("form", KILLED)
+# a run with a reference keeps all weights, too
+FORMS = [pytest.param(form, marks=pytest.mark.exhaustive if form == "all weights" else ()) for form in KILLED]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_killed_run_goes_on_to_the_bit(form, options):
     straight = trained(options, f"train.steps 6 {KILLED[form]}", name="straight")
     folder = Path(f"{options['train.run-dir']}-killed")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 def saved_bytes(run: Callable[[], object], *, parameters: Iterable[Tensor] = ()) -> int:
@@ -36,11 +36,11 @@ def peak_bytes(run: Callable[[], object]) -> int:
     Counts what PyTorch's allocator hands out, in the order of the profiler's memory events; memory that libraries
     take for themselves is not among them.
     """
-    # acc_events: without it, torch 2.11 warns that events of earlier cycles are gone
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    # The class below torch.profiler's: that one makes objects of all events at its end, most of the time of a call.
+    with profile(profile_memory=True) as seen:
         held = run()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert seen.kineto_results is not None
+    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()

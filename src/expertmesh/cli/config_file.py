@@ -72,10 +72,9 @@ def flat_values(
     for key, value in values.items():
         name = current_name(f"{prefix}{str(key).replace('-', '_')}")
         read: dict[str, Any] = {}
-        inside = sorted(known for known in names if known.startswith(f"{name}."))
         if name in names:
             read = {name: tuple(value) if isinstance(value, list) else value}
-        elif not inside:
+        elif not (inside := sorted(known for known in names if known.startswith(f"{name}."))):
             known = sections if isinstance(value, Mapping) else names
             near = nearest_name(name, sorted(known))
             fix = f"did you mean {near}?" if near else f"see {command(f'{verb} --help')}"
