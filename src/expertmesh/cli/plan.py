@@ -62,7 +62,7 @@ class PlanVerb(Operation):
     tp: int | None = None
     """tensor-parallel degree (default: searched)"""
     ep: int | None = None
-    """number of ranks per all-to-all group of expert parallelism, --parallel.route-degree of train (default: searched)"""
+    """number of ranks per all-to-all group, which is --parallel.route-degree of train (default: searched)"""
     zero: int | None = None
     """ZeRO stage: 1, 2 or 3 (default: searched)"""
     micro_batch: int | None = None
