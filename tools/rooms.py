@@ -22,18 +22,18 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("declare", ("config", "spec", "errors"), "Options, sizes of models and errors; no torch."),
+    Room("config", ("config", "spec", "errors"), "Options, sizes of models and errors; no torch."),
     Room("compute", ("kernels", "ops", "cpu"), "Operators, their references, and kernels in Triton and C."),
     Room("layer", ("moe", "functional"), "The mixture-of-experts layer: route, dispatch, experts, combine."),
-    Room("ranks", ("comm", "parallel"), "Collectives and meshes; who sends which token or weight to whom."),
+    Room("ranks", ("comm", "parallel"), "Collectives, meshes, and the parallelism of tokens and weights."),
     Room("models", ("models", "lora"), "Model families, their registry, and low-rank adapters."),
     Room("files", ("checkpoints", "runs"), "Checkpoints, hub folders, run folders, and the opening of models."),
     Room("text", ("text", "data"), "Tokenizers, chat formats, documents, and samples in a fixed order."),
     Room("train", ("training", "objectives", "rl"), "The training loop, optimizers, preferences, rewards."),
     Room("serve", ("engine", "serve"), "The inference engine and its HTTP server."),
     Room("plan", ("costs", "planner"), "Parameters, memory, time and price of a model on a cluster; no torch."),
-    Room("doors", ("integrations",), "Tutel, DeepSpeed, fairseq, transformers, peft, lm-evaluation-harness."),
-    Room("words", ("cli", "reporting", "api", "__main__"), "Command line, report pages, the Python API."),
+    Room("integrations", ("integrations",), "Tutel, DeepSpeed, fairseq, transformers, peft, lm-evaluation-harness."),
+    Room("interface", ("cli", "reporting", "api", "__main__"), "Command line, report pages, the Python API."),
 )  # fmt: skip
 
 

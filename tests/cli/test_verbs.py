@@ -1,7 +1,9 @@
 """Every verb is declared: one parser, help without torch, and each option on a page."""
 
 import ast
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
+from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.main import VERBS, main
 from expertmesh.cli.options import declared_by, options_of
 from expertmesh.models.registry import FAMILIES
@@ -109,6 +112,18 @@ def test_each_option_is_in_a_guide_or_a_recipe():
     assert len(options) > 300
     names = {one.spelled: {one.spelled.rpartition(".")[2], *one.spelling.also} for one in options}
     assert [spelled for spelled, known in names.items() if not known & words] == []
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_wrapped_examples_are_the_same_commands(width):
+    def words(text):
+        lines = [line for line in text.splitlines() if line.startswith("  ")]
+        return shlex.split("\n".join(lines).replace("\\\n", " "), comments=True)
+
+    kinds = [kind for module in VERB_MODULES for kind in declared_by(module)]
+    examples = [inspect.cleandoc(kind.__doc__).partition("\n\n")[2] for kind in kinds if kind.__doc__]
+    assert sum("torchrun" in one or "curl" in one for one in examples) > 1
+    assert [one for one in examples if words(fitted(one, width)) != words(one)] == []
 
 
 SHOWN = {

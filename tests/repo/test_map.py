@@ -44,7 +44,12 @@ def test_a_part_without_a_room_is_an_error(rooms, tmp_path):
     "thing",
     [
         "router",
-        "exchange",
+        "all-to-all",
+        "GEMM",
+        "LoRA",
+        "family",
+        "ZeRO",
+        "opening",
         "sampling",
         "tool calls",
         "option",

@@ -206,10 +206,10 @@ def test_checkpoints_hold_factors_alone_and_resume_to_the_bit(base, words_of, tm
         changed |= set() if torch.equal(found, tensor) else {name}
     assert changed == {n for n in original if n.endswith(("qkv.weight", "out.weight", "w_in", "w_out"))}
     num_learned = adapter_bytes(runs[0]) // 12
-    assert f"learns: {num_learned:,} of " in said
-    assert "routers" in said.split("rests: ")[1]
+    assert f"trainable: {num_learned:,} of " in said
+    assert "routers" in said.split("frozen: ")[1]
     assert f"adapters: {num_learned:,} parameters beside" in said
-    assert "; rank 4, scale 8, for each expert rank 2, scale 16; routers rest, no balance loss" in said
+    assert "; rank 4, scale 8, for each expert rank 2, scale 16; routers frozen, no balance loss" in said
     saved = Checkpoint(load_run(runs[0]).checkpoint).tensors
     sizes = {n: math.prod(s.shape) * s.dtype.itemsize for n, s in saved.items() if n[0] != "r"}
     assert not [n for n in sizes if ".adapters." not in n]
@@ -243,7 +243,7 @@ def test_routers_learn_and_are_saved_when_asked_and_runs_generate(base, words_of
     assert train_verb([*words, "--dry-run"]) == 0
     assert "routers learn, with their balance loss" in capsys.readouterr().out
     assert train_verb(words) == 0
-    assert "routers 192" in capsys.readouterr().out.split("rests: ")[0]
+    assert "routers 192" in capsys.readouterr().out.split("frozen: ")[0]
     run = load_run(tmp_path / "run")
     router = "layers.0.moe.router.proj.weight"
     found = read_whole(run.open_weights(), router)

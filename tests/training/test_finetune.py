@@ -59,7 +59,7 @@ def test_a_folder_is_trained_for_epochs_and_says_what_learns(words, tmp_path, ca
     assert len(lines) == config.train.steps == -(-3 * num_samples // 16)
     assert config.train.epochs is None and config.optim.lr == 2e-5
     assert config.data.seq_len == config.model.max_seq_len
-    assert "rests: routers" in said and "memory: " in said
+    assert "frozen: routers" in said and "memory: " in said
     again = [*words, "--train.epochs", "3", "--train.freeze", "router", "--train.resume", "auto"]
     assert train_verb(again) == 0
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == -(-3 * num_samples // 8)
@@ -72,7 +72,7 @@ def test_the_table_has_what_gets_gradients():
     with_gradient = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(learning.values()) == with_gradient and set(resting) == {"routers"}
     assert "the rest" not in learning | resting
-    assert f"learns: {with_gradient:,} of " in what_learns(model)
+    assert f"trainable: {with_gradient:,} of " in what_learns(model)
 
 
 OBJECTIVES = {
@@ -116,7 +116,7 @@ def test_what_a_run_says_to_learn_gets_gradients(objective, what, base, tmp_path
     )
     with register_optimizer_step_pre_hook(recorded), seen:
         assert train_verb([str(base), *given]) == 0
-    said = capsys.readouterr().out.split("learns: ")[1].split("; rests")[0].split(": ", 1)[1]
+    said = capsys.readouterr().out.split("trainable: ")[1].split("; frozen")[0].split(": ", 1)[1]
     told = dict(part.rsplit(" ", 1) for part in re.findall(r"[a-z_' ]+ [0-9,]*[0-9]", said))
     assert {k.strip(): int(v.replace(",", "")) for k, v in told.items()} == found
 

@@ -75,7 +75,7 @@ def test_rows_of_the_tokens_alone_learn_under_adapters(base, capsys, tmp_path):
     before = tables(find_model(base).with_weights().growing(grown).open_weights())
     after, original = tables(load_run(run).open_weights()), tables(find_model(base).with_weights().open_weights())
     num_learned = len(after) * len(ROWS) * 24
-    assert f"new tokens {num_learned:,}" in said.split("learns: ")[1].split("rests")[0]
+    assert f"new tokens {num_learned:,}" in said.split("trainable: ")[1].split("frozen")[0]
     assert f"new tokens {num_learned:,}" in said.split("adapters: ")[1].split("; rank")[0]
     assert "tokens.add <|user|>: in the tokenizer already" in said
     for name, rows in after.items():

@@ -56,8 +56,7 @@ class GenerateVerb(OnDevice):
       expertmesh generate models/Qwen3-30B-A3B "import os"   # a Hugging Face folder
       expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run trained on conversations
       torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts sharded over 8 GPUs
-      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 --input prompts.txt   #
-      attention sharded as well
+      torchrun --nproc-per-node 4 -m expertmesh generate runs/qwen3 --parallel.tp-degree 2 "def main("   # attention too
     """
 
     run: ModelFolder

@@ -7,6 +7,7 @@ import textwrap
 _ROOM = 32
 """Minimum columns for words beside others; with fewer they are placed below."""
 _COLUMNS = re.compile(r"( *\S.*?  +)(\S.*)")
+_QUOTED = r"""(?:"[^"]*"|'[^']*')"""
 _COMMAND = re.compile(r"(.*?: )? *(expertmesh .*)")
 
 
@@ -28,7 +29,7 @@ def _broken(line: str, width: int) -> list[str]:
         parts = re.findall(r"\[[^]]*\]|--\S+ \S+(?: \.\.\.)?|\S+", line)
         return _joined(parts, width)
     indent = len(line) - len(line.lstrip())
-    if line.lstrip().startswith(("expertmesh ", "torchrun ")):
+    if line.lstrip().startswith(("expertmesh ", "torchrun ", "curl ")):
         return _command(line.lstrip(), indent, width)
     columns = _COLUMNS.fullmatch(line)
     if columns is None:
@@ -76,9 +77,9 @@ def _command(command: str, indent: int, width: int) -> list[str]:
     head = " " * indent + "# "
     above = textwrap.wrap(remark, width, initial_indent=head, subsequent_indent=head)
     lines = [" " * indent]
-    parts = re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command)
+    parts = re.findall(rf"(?:--\S+(?: (?!--)(?:{_QUOTED}|\S+))*)|{_QUOTED}|\S+", command)
     if max(map(len, parts)) > width - indent - 6:  # long options: their values may be on separate lines
-        parts = re.findall(r'--\S+ (?!--)(?:"[^"]*"|\S+)|"[^"]*"|\S+', command)
+        parts = re.findall(rf"--\S+ (?!--)(?:{_QUOTED}|\S+)|{_QUOTED}|\S+", command)
     for part in parts:
         space = "" if lines[-1].isspace() else " "
         if space and len(lines[-1]) + len(space + part) + 2 > width:

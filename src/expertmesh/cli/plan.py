@@ -43,13 +43,13 @@ class PlanVerb(Operation):
     set_: Annotated[tuple[str, ...], Each, Spelling("OPTION=VALUE")] = ()
     """option of a recipe with another value, for example model.moe.num_experts=64"""
     goal: Literal["throughput", "memory", "latency"] | None = None
-    """objective of the layout (default: throughput)"""
+    """quantity to optimize: throughput, memory per device, or latency of a step (default: throughput)"""
     tokens_per_batch: Annotated[Length | None, Spelling("NUMBER")] = None
     """batch size in tokens per optimizer step, also as 4M (4,194,304) (default: the recipe's)"""
     max_context: Annotated[Length | None, Spelling("NUMBER")] = None
     """training sequence length in tokens, also as 8k (8,192) (default: the recipe's)"""
     tokens: Annotated[Amount | None, Spelling("NUMBER")] = None
-    """number of training tokens, also as 2B or 1T (default: the recipe's)"""
+    """number of training tokens, also as 2B (2e9) or 1T (default: the recipe's)"""
     imbalance: float | None = None
     """load imbalance: maximum / mean number of tokens per rank (default: 1.15)"""
     states: Annotated[str | None, Spelling("KIND")] = None
@@ -62,7 +62,7 @@ class PlanVerb(Operation):
     tp: int | None = None
     """tensor-parallel degree (default: searched)"""
     ep: int | None = None
-    """expert-parallel degree times expert tensor-parallel degree (default: searched)"""
+    """number of ranks per all-to-all group, which is --parallel.route-degree of train (default: searched)"""
     zero: int | None = None
     """ZeRO stage: 1, 2 or 3 (default: searched)"""
     micro_batch: int | None = None
@@ -93,9 +93,9 @@ class PlanVerb(Operation):
     serve: bool = False
     """plan inference instead of training: time per token, price, memory"""
     batch: int | None = None
-    """global batch size in sequences; --serve needs this or --token-ms"""
+    """total number of concurrent sequences; --serve needs this or --token-ms"""
     context: Annotated[Length | None, Spelling("NUMBER")] = None
-    """sequence length in tokens (default: of prompt and answer together)"""
+    """sequence length in tokens (default: prompt + answer)"""
     prompt: Annotated[Length | None, Spelling("NUMBER")] = None
     """prompt length in tokens, needed for time to first token and requests per second"""
     answer: Annotated[Length | None, Spelling("NUMBER")] = None

@@ -27,9 +27,9 @@ class QuantizeVerb(Operation):
     group_size: Literal[32, 64, 128] | None = None
     """group size of int4: number of weights per scale (default: 64)"""
     layers: Literal["experts", "all"] = "experts"
-    """layers to quantize: experts, or also attention and dense MLPs (all)"""
+    """layers to quantize: routed experts (experts), or attention, shared experts and dense MLPs too (all)"""
     calibration: InputFile | None = None
-    """text file for calibration: rounding errors are weighted by its activations (default: no calibration)"""
+    """text file for calibration of int4 (GPTQ) and int8, typical of the model's input (default: no calibration)"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of all other weights and of computation (default: as in the source)"""
 

@@ -41,13 +41,12 @@ class ServeVerb(Operation):
     """Serves a model with an OpenAI-compatible API (/v1/completions, /v1/chat/completions), and a web page at /.
 
     examples:
-      expertmesh serve runs/gpt-moe-demo                  # then open http://127.0.0.1:8000
+      expertmesh serve runs/gpt-moe-demo   # the page: http://127.0.0.1:8000
       expertmesh serve models/Qwen3-30B-A3B --port 8001 --dtype bfloat16 --max-sequences 128
       expertmesh serve runs/chat --host 0.0.0.0 --api-key-file keys.txt
-      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems   # then "model": "poems"
+      expertmesh serve models/Qwen3-30B-A3B --adapter poems=adapters/poems   # requests name it: "model": "poems"
       torchrun --nproc-per-node 4 -m expertmesh serve models/Qwen3-30B-A3B --parallel.tp-degree 2   # over 4 GPUs
-      curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os", "max_tokens":
-      20}'
+      curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import os"}'
     """
 
     run: ModelFolder

@@ -186,7 +186,7 @@ class TrainConfig(Config):
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
     max_bad_steps: int = Field(default=10, gt=0)
-    """Number of consecutive non-finite steps after which the run stops."""
+    """Number of consecutive steps with a non-finite loss or gradient after which the run stops."""
     log_every: int | None = Field(default=None, gt=0)
     """Number of steps between progress lines if not on a terminal (metrics.jsonl has every step); none: 40 lines."""
     max_time: float | None = Field(default=None, gt=0)
@@ -286,7 +286,8 @@ class ServingDegrees(SlicesConfig):
     """Expert-parallel degree: number of parts that a layer's experts are divided into, each on other ranks; none:
     number of ranks / es_degree."""
     es_degree: int | None = Field(default=None, gt=0)
-    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: as few as possible."""
+    """Expert tensor-parallel degree: number of ranks that shard one expert's hidden size; none: the fewest that divide
+    the experts evenly over the ranks."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of a collective in seconds."""
 

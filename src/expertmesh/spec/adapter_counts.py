@@ -45,7 +45,7 @@ def adapter_text(config: AdapterConfig, spec: ModelSpec, *, num_tokens: int = 0)
     total, whole = sum(counts.values()), num_elements(spec)
     parts = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
     text = (
-        f"{total:,} parameters beside {whole:,} that rest: {parts}; rank {config.rank}, scale "
+        f"{total:,} parameters beside {whole:,} frozen ones: {parts}; rank {config.rank}, scale "
         f"{config.scaling(config.rank):g}"
     )
     if "experts" in counts:
@@ -55,5 +55,5 @@ def adapter_text(config: AdapterConfig, spec: ModelSpec, *, num_tokens: int = 0)
     if not spec.num_experts:
         return text
     if config.routers_rest:
-        return f"{text}; routers rest, no balance loss"
+        return f"{text}; routers frozen, no balance loss"
     return f"{text}; routers learn, with their balance loss"

@@ -58,8 +58,8 @@ def what_learns(model: nn.Module) -> str:
     parts = ", ".join(f"{part} {count:,}" for part, count in learning.most_common())
     rest = ", ".join(f"{part} {count:,}" for part, count in resting.most_common())
     return (
-        f"learns: {total:,} of {whole:,} parameters ({total / whole:.1%}) in {' and '.join(sorted(dtypes))}: {parts}; "
-        f"rests: {rest or 'nothing'}"
+        f"trainable: {total:,} of {whole:,} parameters ({total / whole:.1%}) in {' and '.join(sorted(dtypes))}: "
+        f"{parts}; frozen: {rest or 'nothing'}"
     )
 
 

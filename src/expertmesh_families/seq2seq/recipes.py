@@ -37,8 +37,7 @@ def translate_test() -> Seq2SeqRunConfig:
 
 
 def translate_multi30k() -> Seq2SeqRunConfig:
-    """English to German on descriptions of pictures (Multi30k): 8 experts in every other layer, under an hour on two
-    cores."""
+    """English to German on picture captions (Multi30k): 8 experts in every other layer, under an hour on two cores."""
     return Seq2SeqRunConfig(
         model=Seq2SeqConfig(
             vocab_size=6000,

@@ -77,7 +77,7 @@ def _check_storage(config: GPTRunConfig, num_ranks: int) -> None:
     """Refuse a storage of resting weights that does not fit the model or the ranks."""
     storage, model = config.base.storage, config.model
     if num_ranks > 1 and storage == "bfloat16":
-        rule = "weights that rest and are not packed are FP32 on several ranks"
+        rule = "frozen weights that are not quantized are FP32 on several ranks"
         raise ConfigError("base.storage", storage, rule, "use one process, or leave it out")
     if storage not in QUANTIZED:
         return
