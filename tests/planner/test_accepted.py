@@ -1,13 +1,10 @@
 """What a plan offers is what training and the engine accept, and no degree that they accept is missing."""
 
-import functools
 import json
 
 import pytest
 
 import expertmesh as em
-from expertmesh.cli import flags as run_flags
-from expertmesh.cli.config_file import read_config_file
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.hardware import find_cluster
@@ -60,16 +57,17 @@ def case(request):
     return GPTRunConfig.model_validate(run | {"model": SMALL | model | {"moe": moe}}), degrees
 
 
-def test_training_accepts_every_candidate(case, tmp_path, monkeypatch):
-    # the file is the same for all, and YAML takes half of the time
-    monkeypatch.setattr(run_flags, "read_config_file", functools.cache(read_config_file))
+def test_training_accepts_every_candidate(case, tmp_path):
     config, degrees = case
     values = config.model_dump(mode="json") | {"recipe": "gpt-moe-demo"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     found = em.plan(tmp_path, cluster="h100x8")
     for flags in {tuple(flags_of(one, config)) for one in found.candidates}:
-        run = parse_run_config(" ".join([found.model.words, *flags]).split()).config
+        # as a recipe: to read the file again for each takes half of the time
+        run = parse_run_config(" ".join(["case", *flags]).split(), recipes={"case": lambda: config}).config
         check_degrees(run.model, run.parallel, num_ranks=8, seq_len=run.data.seq_len)
+    from_file = parse_run_config(" ".join([found.model.words, *flags]).split()).config
+    assert from_file.model == run.model and from_file.parallel == run.parallel
     assert {one.layout.tp_degree for one in found.candidates} == degrees
     if not config.model.moe.num_experts:
         assert not any("recompute-h" in line for line in why_not(found.best))
