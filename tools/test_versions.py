@@ -24,7 +24,8 @@ ROWS = {
     "transformers": ["tests/integrations", "tests/checkpoints", "-k", "hub or transformers"],
     "pydantic": ["tests/config", "tests/cli/test_flags.py", "tests/cli/test_wrong_words.py"],
     "numpy pyarrow zstandard": ["tests/data", "tests/oracle", "tests/training/test_formats.py"],
-    "tokenizers jinja2": ["tests/training/test_tokens.py", "tests/training/test_corpus.py", "tests/data", "tests/text"],
+    "tokenizers": ["tests/training/test_tokens.py", "tests/training/test_corpus.py"],
+    "jinja2": ["tests/text", "tests/data/test_template_limits.py"],
     "rich pyyaml": ["tests/cli/test_terminal_progress.py", "tests/cli/test_doctor.py", "tests/cli/test_config_file.py"],
     "fastapi uvicorn prometheus_client": [
         "tests/serve/test_metrics.py",

@@ -225,7 +225,7 @@ def test_ranks_keep_what_rests_in_fp32(base):
     dense = config.updated({"base.storage": "nf4", "model.moe.num_experts": ()})
     with pytest.raises(ConfigError, match="base.storage=nf4: is of routed experts, and the"):
         GPT.open_task(dense).builder.check(1)
-    with pytest.raises(ConfigError, match="base.storage=bfloat16: .*not packed are FP32 on"):
+    with pytest.raises(ConfigError, match="base.storage=bfloat16: .*not quantized are FP32 on"):
         GPT.open_task(config.updated({"base.storage": "bfloat16"})).builder.check(2)
 
 
