@@ -59,6 +59,10 @@ def test_a_part_without_a_room_is_an_error(rooms, tmp_path):
         "top-k",
         "DPO",
         "int4",
+        "capacity",
+        "optimizer",
+        "scheduler",
+        "endpoint",
     ],
 )
 def test_the_map_answers_where_a_thing_is(rooms, thing):
