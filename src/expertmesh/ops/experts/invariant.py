@@ -14,6 +14,7 @@ from expertmesh.ops.activation import inner_name
 from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.experts import triton_backend
 from expertmesh.ops.experts.call import ExpertsCall, LowRank
+from expertmesh.ops.experts.native import dtype_of_rows
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.invariant import operators as invariant
@@ -54,7 +55,7 @@ def forward_of_tokens(call: ExpertsCall) -> Tensor:
     num_rows = int(maps.offsets_E[-1])
     id_R = torch.repeat_interleave(maps.offsets_E.diff().to(torch.int64), output_size=num_rows)
     s_R1 = row_weights(call.weights_TK, maps, num_rows, x_TD.dtype)[:, None]
-    y_RD = x_TD.new_empty(num_rows, D, dtype=dtype)
+    y_RD = x_TD.new_empty(num_rows, D, dtype=dtype_of_rows(x_TD.device, x_TD.dtype))
     own = call.of_tokens
     for start in range(0, num_rows, _CHUNK_ROWS):
         rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
