@@ -3,7 +3,6 @@ server."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.support.serving import make_run, served
@@ -26,8 +25,7 @@ EXAMPLES = [15, pytest.param(200, marks=pytest.mark.exhaustive)]
 def found_by_schemathesis(server, *options, examples):
     """Its exit code and what it says."""
     command = [
-        str(Path(sys.executable).with_name("schemathesis")),
-        "run",
+        *(sys.executable, "-m", "schemathesis.cli", "run"),
         f"{server.address}/openapi.json",
         *("--checks", ",".join(CHECKS), "--max-examples", str(examples), "--no-color"),
         *("--generation-deterministic", "--seed", "1", "--phases", "coverage,fuzzing"),

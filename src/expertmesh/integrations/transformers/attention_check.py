@@ -8,10 +8,11 @@ on a place in the step, on the length of a cache, on neighbours, or on state bes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from expertmesh.errors import ConfigError
@@ -30,6 +31,11 @@ _EXACT, _NARROW = 1e-3, 0.05
 
 Step = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Step of the engine: (T,) ids, (T,) positions, (R,) rows and pages -> (R, V) logits."""
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of a model's argument for its cache, which transformers 5.24 renamed."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 class SeenTokens(Cache):
@@ -196,7 +202,7 @@ def own_logits(model: Any, max_len: int) -> CheckedSequences:
             ids.append((7 * torch.arange(size, device=device) + 5 + 3 * len(ids)) % vocab_size)
             positions.append(torch.arange(start, start + size, device=device))
             # a model that counts positions itself knows what precedes them by a cache alone
-            seen = {"position_ids": positions[-1][None], "past_key_values": SeenTokens(start)}
+            seen = {"position_ids": positions[-1][None], cache_argument(model): SeenTokens(start)}
             output = model(input_ids=ids[-1][None], use_cache=False, **(seen if start else {}))
             logits.append(output.logits[0])
     return CheckedSequences(torch.stack(ids), torch.stack(positions), torch.stack(logits), draws)

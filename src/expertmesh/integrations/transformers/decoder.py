@@ -25,6 +25,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers.attention_check import (
     AttentionProbe,
     SeenTokens,
+    cache_argument,
     compare_steps,
     own_logits,
 )
@@ -113,6 +114,7 @@ class TransformersDecoder(nn.Module):
             )
         _refuse_other_state(model)
         self.inner = model.eval()
+        self._cache_argument = cache_argument(model)
         self.end_ids, self.start_ids = end_ids, start_ids
         longest = _longest(name, model.config.get_text_config(), max_len)
         with torch.no_grad(), _refusing(name):
@@ -185,10 +187,10 @@ class TransformersDecoder(nn.Module):
             input_ids=ids_T[None],
             attention_mask=torch.ones_like(ids_T[None]),
             position_ids=positions_T[None],
-            past_key_values=SeenTokens.of(positions_T),
             use_cache=False,
             logits_to_keep=rows_R,
             pages=pages,
+            **{self._cache_argument: SeenTokens.of(positions_T)},
         ).logits
         return logits_1RV[0]
 

@@ -3,7 +3,6 @@ downloaded."""
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
@@ -50,7 +50,7 @@ class ExpertMeshConfig(PreTrainedConfig):
     """
 
     model_type = "expertmesh_gpt"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_loss"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "aux_loss"]
     gpt: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -77,16 +77,10 @@ class ExpertMeshConfig(PreTrainedConfig):
             return ModelConfig.model_validate(self.gpt)
 
 
-@dataclass
-class ExpertMeshOutput(ModelOutput):
-    """Output of a forward pass."""
-
-    loss: Tensor | None = None  # scalar, with labels only: cross-entropy, in training plus the routing losses
-    logits: Tensor | None = None  # (B, S, V), or of the last positions only
-    past_key_values: Cache | None = None  # the KV cache, if requested
-    aux_loss: Tensor | None = None  # scalar, weighted balance and z-losses of all layers; None for a dense model
-
-
+ExpertMeshOutput = MoeCausalLMOutputWithPast
+"""Output of a forward pass: transformers' own, whose field of the cache follows its version."""
+_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
+"""Name of an output's cache, which transformers 5.24 renamed."""
 _ALIGNED_BYTES = 64
 """Alignment of CPU tensors that torch allocates."""
 
@@ -158,6 +152,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         capacity_factor: float | None = None,
+        cache: Cache | None = None,
         **unused: Any,
     ) -> ExpertMeshOutput:
         """Forward pass. With a mask it synchronizes with the device, to see whether anything is masked.
@@ -176,16 +171,20 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
                 this call is the batch.
             return_dict: passed by transformers; must not be False.
             capacity_factor: capacity factor of all MoE layers for this call; inf: dropless; None: their own.
+            cache: past_key_values by its name from transformers 5.24 on.
             **unused: arguments that peft and others pass to every model; must be None or False.
 
         Returns:
-            Loss (mean over the predicted tokens; in training plus the routing losses), logits, cache.
+            loss (scalar: mean over the predicted tokens, in training plus the routing losses), aux_loss (scalar:
+            weighted balance and z-losses of all layers; None for a dense model), logits (B, S, V) or of the last
+            positions, cache.
 
         Raises:
             ConfigError: an argument has a wrong shape, dtype, device or range; there are too many tokens; the cache has
                 a fixed size or is of another model or other sequences; labels are given with logits_to_keep; an
                 argument is unsupported; or device_map leaves a tied embedding without a device.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         check_call(
             self.gpt.config,
             input_ids,
@@ -232,7 +231,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             self._warn_of_loss()
         if labels is not None:
             loss = self._loss(output.logits_BSV, labels, aux_loss, num_items_in_batch)
-        return ExpertMeshOutput(loss, output.logits_BSV, past_key_values, aux_loss)
+        of_cache: dict[str, Any] = {_CACHE: past_key_values}
+        return ExpertMeshOutput(loss=loss, aux_loss=aux_loss, logits=output.logits_BSV, **of_cache)
 
     def _loss(
         self,
