@@ -165,29 +165,26 @@ class Adapters:
         """Stack the factors of the modules' adapters anew; the adapters keep views."""
         for path in paths:
             loaded = [one for one in self._known.values() if path in one.of_module]
+            if not loaded:
+                del self._stacks[path]
+                continue
             given = [one.of_module[path] for one in loaded]
             on_in = stack_adapters([own.get("weight", own.get("w_in")) for own in given])
             on_out = stack_adapters([own.get("w_out") for own in given])
             self._stacks[path] = _Stack(tuple(one.root for one in loaded), on_in, on_out)
-            if not loaded:
-                del self._stacks[path]
             for slot, own in enumerate(given):
                 for which, one in own.items():
                     own[which] = _in_slot(on_out if which == "w_out" else on_in, slot, one)
 
     def runs(self, chunks: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
-        """Spans of tokens with the same adapter."""
+        """Spans of tokens that have an adapter."""
         by_root = {one.root: one for one in self._known.values()}
         found: list[AdapterSpan] = []
         first = 0
         for count, root in chunks:
             stop = first + count
             if root != ROOT:
-                last = found[-1] if found else None
-                if last is not None and last.stop == first and last.adapter.root == root:
-                    found[-1] = last._replace(stop=stop)
-                else:
-                    found.append(AdapterSpan(first, stop, by_root[root]))
+                found.append(AdapterSpan(first, stop, by_root[root]))
             first = stop
         return tuple(found)
 

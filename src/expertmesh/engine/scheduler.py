@@ -152,8 +152,6 @@ class Scheduler:
         for one in (one for several in guessed.values() for one in several):
             chunks.append(Chunk(one, one.num_computed, 1, (one,)))
         self.counters.preemptions += len(preempted)
-        # tokens with the same adapter are adjacent
-        chunks.sort(key=lambda chunk: chunk.sequence.request.root)
         return Step(tuple(chunks), tuple(copies), tuple(preempted), guessed)
 
     def commit(self, step: Step, tokens: dict[Sequence, int]) -> None:

@@ -107,10 +107,8 @@ def _forward_of_tokens(call: ExpertsCall) -> Tensor:
     if call.batch_invariant:
         return _forward_of_tokens_invariant(call, own)
     how: dict[str, Any] = {"offsets_E": maps.offsets_E, "backend": call.backend}
-    on_in, on_out = (
-        partial(_times_of_rows, one, None if one is None else _rows_of(own, one, call), **how)
-        for one in (own.on_in, own.on_out)
-    )
+    rows = _rows_of(own, call)
+    on_in, on_out = (partial(_times_of_rows, one, rows, **how) for one in (own.on_in, own.on_out))
     return _between(call, on_in, on_out)
 
 
@@ -203,10 +201,13 @@ class _Rows(NamedTuple):
     offsets_G: Tensor
 
 
-def _rows_of(own: TokenAdapters, adapter: LowRank, call: ExpertsCall) -> _Rows:
+def _rows_of(own: TokenAdapters, call: ExpertsCall) -> _Rows:
     maps, top_k = call.maps, call.weights_TK.shape[1]
     assert maps is not None
-    E, num_matrices = call.experts.num_experts, len(adapter.a_ErK)
+    E, num_matrices = (
+        call.experts.num_experts,
+        max(len(one.a_ErK) for one in (own.on_in, own.on_out) if one is not None),
+    )
     row_n = maps.row_of_slot_N.view(-1, top_k)[own.tokens_n].flatten()
     expert_n = torch.searchsorted(maps.offsets_E, row_n, right=True) - 1
     matrix_n = own.slot_T[own.tokens_n].repeat_interleave(top_k) * E + expert_n
@@ -220,7 +221,7 @@ def _rows_of(own: TokenAdapters, adapter: LowRank, call: ExpertsCall) -> _Rows:
 
 def _times_of_rows(
     adapter: LowRank | None,
-    rows: _Rows | None,
+    rows: _Rows,
     x_RK: Tensor,
     experts: ExpertSlice,
     b_EN: Tensor | None,
@@ -229,7 +230,7 @@ def _times_of_rows(
 ) -> Tensor:
     """Multiply as `_times` does, some rows with their own adapter."""
     y_RN = _base(x_RK, experts, b_EN, is_in, **how)
-    if adapter is not None and rows is not None and len(y_RN):
+    if adapter is not None and len(y_RN):
         own = {**how, "offsets_E": rows.offsets_G}
         y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
     return y_RN
