@@ -1,31 +1,47 @@
 """The product that widens 8 and 4 bits on the way: interpreted against widened matrices, and built for every target."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.ops.quantized.test_quantized_experts import assert_computes, call, experts
-from tests.support.aot import TARGETS, build
+from tests.support.aot import TARGETS
+from tests.support.launches import recorded_launches
 
 from expertmesh.kernels import quantized_products
 from expertmesh.ops.experts import quantized_triton
 from expertmesh.ops.experts.checked_arguments import checked
+from expertmesh.ops.experts.weights import FORMATS
 from expertmesh.ops.quantized.rounding import Rounded, widened
 from expertmesh.ops.route_metadata import route_metadata
 
-FORMS = ("int8", "int4", "fp8")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = list(quantized_products.FORMATS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(f, torch.bfloat16) for f in FORMS] + [(f, torch.float32) for f in FORMS[1:4]]
+)
 @pytest.mark.parametrize(
     ("sizes", "num_tokens"),
-    [({}, 7), ({"dim": 160, "hidden_dim": 96}, 3), ({"activation": "relu2"}, 40)],
+    [({}, 7), ({"dim": 160, "hidden_dim": 96, "bias": True}, 3), ({"activation": "relu2"}, 40)],
 )
 def test_interpreted(form, dtype, sizes, num_tokens):
-    made = experts(form, dtype=dtype, **sizes)
+    made = experts(form, dtype=dtype, **sizes).to(DEVICE)
     c = call(made, num_tokens, dtype=dtype, backend="triton")
     maps = route_metadata(c.ids_TK, made.num_experts)
     assert quantized_triton.serves(checked(c, maps))
     assert_computes(made, c)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_are_widened_to_the_bit(form):
+    for kind in (torch.bfloat16, torch.float32):
+        one = experts(form, dim=160, hidden_dim=96, dtype=kind).to(DEVICE).weights().slices()[0]
+        for dtype in (torch.bfloat16, torch.float32):
+            for is_in, wide in ((True, one.w_in), (False, one.w_out)):
+                expected = torch.stack([wide(e, dtype) for e in range(one.shape[0])])
+                assert torch.equal(quantized_triton.widened(one, dtype, is_in=is_in), expected)
 
 
 def test_every_byte_of_fp8_is_widened_as_torch_does():
@@ -52,22 +68,31 @@ def test_every_byte_of_fp8_is_widened_as_torch_does():
     assert torch.equal(out[0], widened(Rounded(w_ENK[0], torch.ones(2, 1)))[:, 5])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("target", list(TARGETS))
+def launches_of(form):
+    """Launches of one product of 64 tokens with 128 experts of 1,536 by 2,048, biases included, and of their
+    widening."""
+    E, N, K, R = 128, 1536, 2048, 512
+    empty = partial(torch.empty, device="meta")
+    whole = partial(empty, dtype=torch.int32)
+    x, weights_R = empty(R, K, dtype=torch.bfloat16), empty(R)
+    kept = FORMATS[form].kept((E, N, K), torch.bfloat16).items()
+    w_ENK, scales = (empty(size, dtype=dtype) for _, (size, dtype) in kept)
+    block = quantized_products.block_of(form, K, scales.shape[-1], R // E)
+    rows = quantized_products.Rows(whole(E + 1), whole(R), whole(R), whole(R), whole(R), whole(1))
+    how = {"format": form, "rows_per_branch": N // 2}
+    with recorded_launches(quantized_products) as launches:
+        more = {"gather": True, "block": block, "bias_EN": x[:E, :N].contiguous(), "weights_R": weights_R}
+        quantized_products.grouped_product(x, w_ENK, scales, rows, **how, **more)
+        quantized_products.widen(w_ENK, scales, **how, dtype=torch.bfloat16)
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("target", "form"), [(t, f) for t in TARGETS for f in FORMS if t in ("sm_90", "gfx942") or f in ("int4", "mxfp4")]
+)
 def test_built(target, form):
-    options = quantized_products.block_of(form, 2048, {"int8": 1, "int4": 32, "fp8": 16}[form], 64)
-    warps = options.pop("num_warps")
-    numbers = dict.fromkeys(("num_rows", "N", "K", "F", "num_groups"), "i32")
-    places = ("token_of_row", "offsets", "tile_expert", "tile_row", "num_tiles")
-    types = {f"{name}_ptr": "*i32" for name in places} | numbers
-    types |= {"x_ptr": "*bf16", "scales_ptr": "*bf16", "out_ptr": "*fp32"}
-    types["w_ptr"] = "*i8" if form == "int8" else "*u8"
-    constants = {
-        "FORMAT": quantized_products.FORMATS[form],
-        "GATHER": True,
-        "PRECISION": "tf32",
-        **options,
-    }
-    made = build(quantized_products._quantized_product, target, types, constants, num_warps=warps)
+    product, widening = launches_of(form)
+    made = product.build(target)
     assert made.spill_bytes == 0
     assert ("mma" in made.assembly) or ("mfma" in made.assembly)
+    assert widening.build(target).spill_bytes == 0

@@ -52,10 +52,10 @@ def share_of_norm(found, expected):
 
 def run(module, dtype, num_tokens=9):
     """Output, gradients of tokens and routing weights."""
-    generator = torch.Generator().manual_seed(3)
-    x_TD = torch.randn(num_tokens, D, generator=generator).to(dtype).requires_grad_()
-    ids_TK = torch.randint(0, E - 1, (num_tokens, 2), generator=generator)  # the last has no row
-    s_TK = torch.rand(num_tokens, 2, generator=generator).requires_grad_()
+    generator, device = torch.Generator().manual_seed(3), module.w_in.device
+    x_TD = torch.randn(num_tokens, D, generator=generator).to(device, dtype).requires_grad_()
+    ids_TK = torch.randint(0, E - 1, (num_tokens, 2), generator=generator).to(device)  # the last has no row
+    s_TK = torch.rand(num_tokens, 2, generator=generator).to(device).requires_grad_()
     y_TD = module(x_TD, ids_TK, s_TK, max_rows=None)
     y_TD.float().square().sum().backward()
     return {"y": y_TD.detach(), "x": x_TD.grad, "s": s_TK.grad}
@@ -236,7 +236,7 @@ def test_the_product_is_an_operator_that_compilers_know(form):
     made, rows = experts_of(form), torch.randn(6, D, requires_grad=True)
     stored = [made.w_in, made.w_out, made.w_in_scale, made.w_out_scale]
     offsets = torch.tensor([0, 2, 2, 5, 5, 6], dtype=torch.int32)
-    call = (rows, stored, offsets, None, form, True, False)
+    call = (rows, stored, offsets, None, form, "torch", True, False)
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.expertmesh.frozen_linear.default, call, test_utils=checks)
 

@@ -19,6 +19,8 @@ _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",

@@ -1,6 +1,7 @@
 """Memory of a rank in training, by part, at the peak of a step: what `plan` and `train --dry-run` print."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -184,11 +185,17 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
     return _States(*found)
 
 
-def _widened_bytes(one: Parameter, element_bytes: int) -> int:
-    """Bytes of a resting matrix that is widened for a product, of routed experts one at a time."""
-    is_wide = one.rests is None or one.rests.format in ("products", "float32")
-    experts = 1 if one.expert_axis is None else one.shape[one.expert_axis]
-    return 0 if is_wide else one.num_elements // experts * element_bytes
+def _widened_bytes(spec: ModelSpec, layout: RankLayout, work: Workload) -> float:
+    """Bytes of resting matrices that are widened for a product: one of them, of routed experts one expert's; on a GPU
+    all routed experts of a layer."""
+    found, of_layer = [0.0], Counter[int | None]()
+    for one in spec:
+        if one.rests is None or one.rests.format in ("products", "float32"):
+            continue
+        found.append(one.num_elements / (1 if one.expert_axis is None else one.shape[one.expert_axis]))
+        if work.on_gpu and one.expert_axis is not None:
+            of_layer[one.layer] += one.num_elements // layout.route_degree
+    return max(*found, *of_layer.values()) * work.element_bytes if len(found) > 1 else 0.0
 
 
 def _moments_bytes(one: Parameter, part: Sequence[int], work: Workload) -> int:
@@ -202,7 +209,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     b, stages, other = work.element_bytes, layout.pp_degree, OTHERS.get(work.states)
     if other is not None and not other.shards_weights:
         return _Gathered()
-    widened = max((_widened_bytes(one, b) for one in spec if one.rests), default=0)
+    widened = _widened_bytes(spec, layout, work)
     if layout.stage_ranks == 1:  # autocast's copies
         rounds = other is None and b < work.master_bytes
         learn = num_elements(one for one in spec if one.rests is None)
@@ -221,7 +228,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     shares = [0.0 if route == W else size / route for size, route, _ in layers]
     at_once = sum(shares) / stages if keeps else _most_at_once(shares, 2)
     at_once += layout.replicated_experts * sum(size / number for size, route, number in layers if route > 1)
-    copies = float(widened)
+    copies = widened
     if layout.offload:  # copies of two layers' own experts, and the gradient of one
         own = [size / W for size, route, _ in layers if route == W]
         copies += max(own, default=0.0) * (2 + work.master_bytes / b)

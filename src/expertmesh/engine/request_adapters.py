@@ -28,6 +28,7 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.backend import runs_triton
 from expertmesh.ops.experts.adapters import add_of_tokens
 from expertmesh.ops.experts.call import LowRank, TokenAdapters, stack_adapters
 from expertmesh.parallel.experts.coordinated import CoordinatedDispatcher
@@ -65,8 +66,8 @@ def check_adapters(model: Any, config: EngineConfig, *, is_whole: bool | None) -
         )
     elif not fits:
         problem = OVER_RANKS
-    elif model.config.batch_invariant and model.device.type != "cpu":
-        problem = "deterministic: adapters keep their bits on a CPU only; leave one of them out"
+    elif model.config.batch_invariant and model.device.type != "cpu" and not runs_triton(model.device):
+        problem = "deterministic: adapters keep their bits on CPUs and with Triton only; leave one of them out"
     if problem:
         raise ConfigError(problem)
 

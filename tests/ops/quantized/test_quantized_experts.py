@@ -36,7 +36,8 @@ def call(made, num_tokens=5, *, dtype=torch.bfloat16, backend="auto"):
     order = torch.rand(num_tokens, E, generator=generator).argsort(1)
     ids_TK = order[:, :2].contiguous()
     ids_TK[-1, 1] = E  # no expert
-    weights_TK = torch.rand(num_tokens, 2, generator=generator)
+    given = x_TD, torch.rand(num_tokens, 2, generator=generator), ids_TK
+    x_TD, weights_TK, ids_TK = (t.to(made.w_in.device) for t in given)
     return ExpertsCall(x_TD, weights_TK, made.weights(), backend, ids_TK)
 
 

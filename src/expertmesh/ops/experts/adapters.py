@@ -15,17 +15,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
+from expertmesh.ops import triton_linear
 from expertmesh.ops.activation import activate
+from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import without_autocast
-from expertmesh.ops.experts import native
-from expertmesh.ops.experts.adapted_linear import adapted_linear, low_rank
+from expertmesh.ops.experts import native, quantized_triton
+from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.call import ExpertsCall, LowRank, TokenAdapters
 from expertmesh.ops.experts.frozen_linear import frozen_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.invariant import forward_of_tokens as invariant_forward
+from expertmesh.ops.experts.invariant import forward_triton
 from expertmesh.ops.experts.invariant import low_rank as invariant_low_rank
 from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.ops.experts.weights import ExpertSlice
+from expertmesh.ops.invariant.operators import plain_linear
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 
@@ -52,8 +56,7 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 def _forward_of_all(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where all tokens have the same adapters."""
     assert call.maps is not None and call.adapters is not None
-    how: dict[str, Any] = {"offsets_E": call.maps.offsets_E, "backend": call.backend}
-    on_in, on_out = (partial(_times, adapter, **how) for adapter in call.adapters)
+    on_in, on_out = (partial(_times, adapter, how=_How.of(call)) for adapter in call.adapters)
     return _between(call, on_in, on_out)
 
 
@@ -65,6 +68,8 @@ class _Invariant(torch.autograd.Function):
         assert call.adapters is not None
         ctx.call = call
         ctx.save_for_backward(*tensors)
+        if call.backend == "triton":
+            return _forward_of_all(call)
         all_T = torch.arange(len(call.x_TD), device=call.x_TD.device)
         own = TokenAdapters(torch.zeros_like(all_T), all_T, *call.adapters)
         return invariant_forward(call._replace(adapters=None, of_tokens=own))
@@ -102,29 +107,37 @@ def _with_tensors(call: ExpertsCall, tensors: Sequence[Tensor]) -> ExpertsCall:
 def _forward_of_tokens(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where tokens have different adapters or none: (T, D), not differentiable; does not
     synchronise."""
-    maps, own = call.maps, call.of_tokens
-    assert maps is not None and own is not None
-    if call.batch_invariant:
-        return _forward_of_tokens_invariant(call, own)
-    how: dict[str, Any] = {"offsets_E": maps.offsets_E, "backend": call.backend}
-    rows = _rows_of(own, call)
-    on_in, on_out = (partial(_times_of_rows, one, rows, **how) for one in (own.on_in, own.on_out))
+    assert call.of_tokens is not None
+    return _forward_of_tokens_invariant(call) if call.batch_invariant else _forward_of_rows(call)
+
+
+def _forward_of_rows(call: ExpertsCall) -> Tensor:
+    own = call.of_tokens
+    assert own is not None
+    rows, how = _rows_of(own, call), _How.of(call)
+    on_in, on_out = (partial(_times_of_rows, one, rows, how=how) for one in (own.on_in, own.on_out))
     return _between(call, on_in, on_out)
 
 
-def _forward_of_tokens_invariant(call: ExpertsCall, own: TokenAdapters) -> Tensor:
+def _forward_of_tokens_invariant(call: ExpertsCall) -> Tensor:
     """Compute `forward_of_tokens` with batch-invariant sums; tokens without adapters get the bits of a call without
     them."""
-    maps, bare = call.maps, call._replace(of_tokens=None)
-    assert maps is not None
-    if not native.serves_rows(bare):
+    maps, own, bare = call.maps, call.of_tokens, call._replace(of_tokens=None)
+    assert maps is not None and own is not None
+    by_triton = call.backend == "triton"
+    if not by_triton and not native.serves_rows(bare):
         return invariant_forward(call)
     E = call.experts.num_experts
     ids_TK = native.ids_of(maps, call.weights_TK.shape)
     has_T1 = own.slot_T[:, None] >= 0
     with_TK, without_TK = ids_TK.masked_fill(~has_T1, E), ids_TK.masked_fill(has_T1, E)
-    y_TD, _ = native.forward_of_rows(bare._replace(maps=route_metadata(without_TK, E)), save_h=False)
-    return torch.where(has_T1, invariant_forward(call._replace(maps=route_metadata(with_TK, E))), y_TD)
+    adapted, bare = (
+        one._replace(maps=route_metadata(ids_TK, E, backend=call.backend))
+        for one, ids_TK in ((call, with_TK), (bare, without_TK))
+    )
+    if by_triton:
+        return torch.where(has_T1, _forward_of_rows(adapted), forward_triton(bare)[0])
+    return torch.where(has_T1, invariant_forward(adapted), native.forward_of_rows(bare, save_h=False)[0])
 
 
 def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
@@ -139,7 +152,7 @@ def _between(call: ExpertsCall, on_in: Times, on_out: Times) -> Tensor:
     h_RN = on_in(x_RD, one, bias, True)
     s_R = call.weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
     if one.b_out_ED is None:
-        a_RF = weighted_activation(h_RN, s_R, activation=one.activation)
+        a_RF = weighted_activation(h_RN, s_R, activation=one.activation, backend=backend)
         y_RD = on_out(a_RF, one, None, False)
     else:
         _, G, width, _ = one.shape
@@ -158,40 +171,57 @@ def _check(adapter: LowRank, num_experts: int) -> None:
         )
 
 
+class _How(NamedTuple):
+    """Rows of each matrix, and how products of sorted rows are computed."""
+
+    offsets_E: Tensor
+    backend: str
+    batch_invariant: bool  # by tiles that do not depend on the rows; with Triton only, not differentiable
+
+    @classmethod
+    def of(cls, call: ExpertsCall) -> "_How":
+        assert call.maps is not None
+        return cls(call.maps.offsets_E, call.backend, call.batch_invariant)
+
+    def linear(self, x_RK: Tensor, w_ENK: Tensor, b_EN: Tensor | None = None) -> Tensor:
+        if self.batch_invariant:
+            return triton_linear.forward(x_RK, w_ENK, self.offsets_E, b_EN, transposed=False, batch_invariant=True)
+        return grouped_linear(x_RK, w_ENK, self.offsets_E, b_EN=b_EN, backend=self.backend)
+
+
 def _times(
-    adapter: LowRank | None,
-    x_RK: Tensor,
-    experts: ExpertSlice,
-    b_EN: Tensor | None,
-    is_in: bool,
-    **how: Any,
+    adapter: LowRank | None, x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, *, how: _How
 ) -> Tensor:
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
-    if adapter is None or adapter.is_shared or experts.format != "dense":
-        y_RN = _base(x_RK, experts, b_EN, is_in, **how)
-        return y_RN if adapter is None else y_RN + _added(x_RK, adapter, **how)
+    if adapter is None or adapter.is_shared or experts.format != "dense" or how.batch_invariant:
+        y_RN = _base(x_RK, experts, b_EN, is_in, how)
+        return y_RN if adapter is None else y_RN + _added(x_RK, adapter, how)
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-    w_ENK = _dense(experts, is_in)
-    return adapted_linear(x_RK, w_ENK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, bias_EN=b_EN, **how)
+    w_ENK, scaling = _dense(experts, is_in), adapter.scaling
+    return adapted_linear(x_RK, w_ENK, how.offsets_E, a, b, scaling, bias_EN=b_EN, backend=how.backend)
 
 
 def _dense(experts: ExpertSlice, is_in: bool) -> Tensor:
     return experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
 
 
-def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, **how: Any) -> Tensor:
+def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, how: _How) -> Tensor:
     """Multiply rows by the matrices without adapters."""
     if experts.format == "dense":
-        return grouped_linear(x_RK, _dense(experts, is_in), b_EN=b_EN, **how)
-    return frozen_linear(x_RK, experts, how["offsets_E"], is_in=is_in, b_EN=b_EN)
+        return how.linear(x_RK, _dense(experts, is_in), b_EN)
+    if how.batch_invariant:
+        return quantized_triton.linear(x_RK, experts, how.offsets_E, b_EN, is_in=is_in, batch_invariant=True)
+    return frozen_linear(x_RK, experts, how.offsets_E, is_in=is_in, b_EN=b_EN, backend=how.backend)
 
 
-def _added(x_RK: Tensor, adapter: LowRank, **how: Any) -> Tensor:
+def _added(x_RK: Tensor, adapter: LowRank, how: _How) -> Tensor:
     """Multiply rows by s B A of their experts."""
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
-    if adapter.is_shared:
-        return F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
-    return low_rank(x_RK, a_ErK=a, b_ENr=b, scaling=adapter.scaling, **how)
+    if not adapter.is_shared:
+        return how.linear(how.linear(x_RK, a) * adapter.scaling, b)
+    if how.batch_invariant:
+        return plain_linear(plain_linear(x_RK, a[0], None, "triton"), b[0] * adapter.scaling, None, "triton")
+    return F.linear(F.linear(x_RK, a[0]), b[0] * adapter.scaling)
 
 
 class _Rows(NamedTuple):
@@ -226,13 +256,14 @@ def _times_of_rows(
     experts: ExpertSlice,
     b_EN: Tensor | None,
     is_in: bool,
-    **how: Any,
+    *,
+    how: _How,
 ) -> Tensor:
     """Multiply as `_times` does, some rows with their own adapter."""
-    y_RN = _base(x_RK, experts, b_EN, is_in, **how)
+    y_RN = _base(x_RK, experts, b_EN, is_in, how)
     if adapter is not None and len(y_RN):
-        own = {**how, "offsets_E": rows.offsets_G}
-        y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, **own))
+        own = how._replace(offsets_E=rows.offsets_G)
+        y_RN.index_add_(0, rows.index_n, _added(x_RK[rows.index_n], adapter, own))
     return y_RN
 
 
@@ -240,9 +271,11 @@ def add_of_tokens(y_TN: Tensor, x_TK: Tensor, own: TokenAdapters, *, batch_invar
     """Add the adapters of tokens to their products with one matrix, in place; not differentiable."""
     assert own.on_in is not None
     x_nK, slot_n = x_TK[own.tokens_n], own.slot_T[own.tokens_n]
-    if batch_invariant:
+    backend = resolve_backend(backend, x_TK.device, x_TK.dtype)
+    if batch_invariant and backend != "triton":
         z_nN = invariant_low_rank(x_nK, own.on_in, slot_n, y_TN.dtype)
     else:
         bounds_A = torch.arange(len(own.on_in.a_ErK) + 1, device=slot_n.device)
-        z_nN = _added(x_nK, own.on_in, offsets_E=torch.searchsorted(slot_n, bounds_A, out_int32=True), backend=backend)
+        offsets_A = torch.searchsorted(slot_n, bounds_A, out_int32=True)
+        z_nN = _added(x_nK, own.on_in, _How(offsets_A, backend, batch_invariant))
     y_TN.index_add_(0, own.tokens_n, z_nN)

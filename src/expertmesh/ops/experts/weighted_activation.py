@@ -9,35 +9,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import activate, num_branches
+from expertmesh.ops.activation import activate, inner_name, num_branches
+from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS, passes_for
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 
-def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor:
+def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str, backend: str = "auto") -> Tensor:
     """Compute s * act(h) in FP32 (FP64 for FP64), rounded once.
 
-    On a CPU it is one operator, for which autograd saves h and s only; elsewhere it is several.
+    On a CPU, and with Triton, it is one operator, for which autograd saves h and s only; elsewhere it is several.
 
     Args:
         h_RH: (R, G * F) pre-activations; for a gated activation the gates come first.
         s_R: (R,) routing weights of any floating-point dtype.
+        backend: see `resolve_backend`.
 
     Returns:
         (R, F) in the dtype of h.
     """
     refuse_transforms("weighted_activation", lambda: [h_RH, s_R])
     G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)
-    if h_RH.device.type == "cpu":
-        a_RF: Tensor = _weighted_activation(h_RH, s_R.to(wide), activation)
+    by_triton = wide == torch.float32 and resolve_backend(backend, h_RH.device, h_RH.dtype) == "triton"
+    if by_triton or h_RH.device.type == "cpu":
+        a_RF: Tensor = _weighted_activation(h_RH, s_R.to(wide), activation, by_triton)
         return a_RF
     a_RF = activate(h_RH.to(wide).unflatten(1, (G, -1)), activation) * s_R[:, None]
     return a_RF.to(h_RH.dtype)
 
 
 @torch.library.custom_op("expertmesh::weighted_activation", mutates_args=())
-def _weighted_activation(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
+def _weighted_activation(h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> Tensor:
+    if by_triton:
+        from expertmesh.kernels import weighted_activation as kernels
+
+        return kernels.forward(h_RH.contiguous(), s_R.contiguous(), **_words(activation))
     a_RF = h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // num_branches(activation))
     with without_autocast(h_RH.device):
         passes = passes_for(activation, a_RF, num_rows=a_RF.shape[0], backward=False)
@@ -45,14 +52,22 @@ def _weighted_activation(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
     return a_RF
 
 
+def _words(activation: str) -> dict[str, Any]:
+    return {"num_branches": num_branches(activation), "inner": inner_name(activation)}
+
+
 @_weighted_activation.register_fake
-def _(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
+def _(h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> Tensor:
     return h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // num_branches(activation))
 
 
 @torch.library.custom_op("expertmesh::weighted_activation_backward", mutates_args=())
-def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> tuple[Tensor, Tensor]:
     h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
+    if by_triton:
+        from expertmesh.kernels import weighted_activation as kernels
+
+        return kernels.backward(grad_RF.contiguous(), h_RH, s_R, **_words(activation))
     num_rows, F = grad_RF.shape
     d_h, d_s = torch.empty_like(h_RH), torch.empty_like(s_R)
     # the passes overwrite the gradient and also compute s * act(h): both stay in the cache
@@ -69,17 +84,17 @@ def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> t
 
 
 @_gradients.register_fake
-def _(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> tuple[Tensor, Tensor]:
     return h_RH.new_empty(h_RH.shape), s_R.new_empty(s_R.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h_RH, s_R, ctx.activation = inputs
+    h_RH, s_R, *ctx.how = inputs
     ctx.save_for_backward(h_RH, s_R)
 
 
 def _backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(grad_RF, *ctx.saved_tensors, ctx.activation), None
+    return *_gradients(grad_RF, *ctx.saved_tensors, *ctx.how), None, None
 
 
 _weighted_activation.register_autograd(_backward, setup_context=_setup_context)
