@@ -1,7 +1,6 @@
 """Memory of a rank in training, by part, at the peak of a step: what `plan` and `train --dry-run` print."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from expertmesh.costs.sizes import Activations
 from expertmesh.costs.state_bytes import OTHERS
 from expertmesh.spec.model_spec import ModelSpec, Parameter, num_elements
 from expertmesh.spec.moments import moment_bytes
+from expertmesh.spec.resting import WIDENED_BYTES
 
 GIB = 2**30
 CONTEXT_BYTES = 0.5 * GIB
@@ -185,17 +185,12 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
     return _States(*found)
 
 
-def _widened_bytes(spec: ModelSpec, layout: RankLayout, work: Workload) -> float:
-    """Bytes of resting matrices that are widened for a product: one of them, of routed experts one expert's; on a GPU
-    all routed experts of a layer."""
-    found, of_layer = [0.0], Counter[int | None]()
-    for one in spec:
-        if one.rests is None or one.rests.format in ("products", "float32"):
-            continue
-        found.append(one.num_elements / (1 if one.expert_axis is None else one.shape[one.expert_axis]))
-        if work.on_gpu and one.expert_axis is not None:
-            of_layer[one.layer] += one.num_elements // layout.route_degree
-    return max(*found, *of_layer.values()) * work.element_bytes if len(found) > 1 else 0.0
+def _widened_bytes(one: Parameter, work: Workload) -> int:
+    """Bytes of a resting matrix that is widened for a product, of routed experts one or some at a time."""
+    if one.rests is None or one.rests.format in ("products", "float32"):
+        return 0
+    experts, whole = 1 if one.expert_axis is None else one.shape[one.expert_axis], one.num_elements * work.element_bytes
+    return min(whole, max(4 * whole // experts, WIDENED_BYTES)) if work.on_gpu else whole // experts
 
 
 def _moments_bytes(one: Parameter, part: Sequence[int], work: Workload) -> int:
@@ -209,7 +204,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     b, stages, other = work.element_bytes, layout.pp_degree, OTHERS.get(work.states)
     if other is not None and not other.shards_weights:
         return _Gathered()
-    widened = _widened_bytes(spec, layout, work)
+    widened = max((_widened_bytes(one, work) for one in spec if one.rests), default=0)
     if layout.stage_ranks == 1:  # autocast's copies
         rounds = other is None and b < work.master_bytes
         learn = num_elements(one for one in spec if one.rests is None)
@@ -228,7 +223,7 @@ def _gathered(spec: ModelSpec, layout: RankLayout, work: Workload) -> _Gathered:
     shares = [0.0 if route == W else size / route for size, route, _ in layers]
     at_once = sum(shares) / stages if keeps else _most_at_once(shares, 2)
     at_once += layout.replicated_experts * sum(size / number for size, route, number in layers if route > 1)
-    copies = widened
+    copies = float(widened)
     if layout.offload:  # copies of two layers' own experts, and the gradient of one
         own = [size / W for size, route, _ in layers if route == W]
         copies += max(own, default=0.0) * (2 + work.master_bytes / b)

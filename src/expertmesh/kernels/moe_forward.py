@@ -414,6 +414,7 @@ def rows_times_weights(
     transposed: bool,  # whether to multiply by the transposed matrix
     b_out_ED: Tensor | None = None,  # (E, N) bias, scaled by the routing weight, or None
     weights_TK: Tensor | None = None,  # routing weights, needed with b_out
+    out: Tensor | None = None,  # (R, N) for the result, or None
 ) -> Tensor:
     """Multiply every row by its expert's matrix.
 
@@ -422,7 +423,7 @@ def rows_times_weights(
     """
     R, K = a_RK.shape
     N = w.shape[1] if transposed else w.shape[2]
-    y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device)
+    y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device) if out is None else out
     if R == 0:
         return y
     grid, options = row_options(config, tile, rows, N, K)

@@ -1,10 +1,10 @@
 """Grouped products of rows with experts' matrices in 8 and 4 bits, which are widened in registers, or in memory first.
 
-A program computes BLOCK_M rows of one expert by BLOCK_N columns. Numbers of 8 and 4 bits are exact in BF16 (but NF4's
-levels, which round there), so they are multiplied unscaled, and the scale of a group, a row or a block multiplies the
-FP32 sum: only the sums round. Weights are read once per tile of rows. FP8 and FP4 are read as bits and widened by
-shifts, because GPUs before Hopper (FP4: before Blackwell), and AMD's CDNA 3, have no instruction for them. Tile sizes
-depend on shapes only.
+A program computes BLOCK_M rows of one expert by BLOCK_N columns. Numbers of 8 and 4 bits are exact in BF16, so they are
+multiplied unscaled, and the scale of a group, a row or a block multiplies the FP32 sum: only the sums round. NF4's
+levels are not, and are scaled before they are rounded. Weights are read once per tile of rows. FP8 and FP4 are read as
+bits and widened by shifts, because GPUs before Hopper (FP4: before Blackwell), and AMD's CDNA 3, have no instruction
+for them. Tile sizes depend on shapes only.
 """
 
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from expertmesh.kernels.grouped import Rows
 from expertmesh.kernels.launch import launch
-from expertmesh.ops.quantized.nf4 import LEVELS
 
 FORMATS = {"int8": 0, "int4": 1, "fp8": 2, "mxfp4": 3, "nf4": 4}
 """Format codes of the kernels by name."""
@@ -24,7 +23,15 @@ FOUR_BITS = ("int4", "mxfp4", "nf4")
 """Formats with two numbers to a byte and scales of groups of columns."""
 _WIDENED = 2048
 """Numbers that a program widens."""
-_LEVELS = tl.constexpr(LEVELS)
+_LEVELS = tl.constexpr(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+)
+"""Levels of NF4, as in `ops/quantized/nf4.py`."""
 
 
 @triton.jit
@@ -124,20 +131,21 @@ def _quantized_product(
         is_byte = byte < num_bytes
         w = tl.load(w_rows + byte[None, :], mask=is_column[:, None] & is_byte[None, :], other=0)
         mask = is_row[:, None] & is_byte[None, :]
+        group = first * num_groups // K if HALVES else (first // 128 if FORMAT == 2 else 0)
+        scale = _scale(tl.load(scales + group, mask=is_column, other=0), FORMAT)
         if HALVES:
             low_first: tl.constexpr = 1 if FORMAT == 4 else 0  # NF4 has the first number in the high half
             in_low = tl.load(x_rows + 2 * byte[None, :] + low_first, mask=mask, other=0.0)
             in_high = tl.load(x_rows + 2 * byte[None, :] + (1 - low_first), mask=mask, other=0.0)
-            low = _number(w & 15, FORMAT).to(dtype)
-            high = _number(w >> 4, FORMAT).to(dtype)
-            part = tl.dot(in_low, tl.trans(low), input_precision=PRECISION)
-            part = tl.dot(in_high, tl.trans(high), part, input_precision=PRECISION)
+            low, high = _number(w & 15, FORMAT), _number(w >> 4, FORMAT)
+            if FORMAT == 4:
+                low, high = low * scale[:, None], high * scale[:, None]
+            part = tl.dot(in_low, tl.trans(low.to(dtype)), input_precision=PRECISION)
+            part = tl.dot(in_high, tl.trans(high.to(dtype)), part, input_precision=PRECISION)
         else:
             x = tl.load(x_rows + byte[None, :], mask=mask, other=0.0)
             part = tl.dot(x, tl.trans(_number(w, FORMAT).to(dtype)), input_precision=PRECISION)
-        group = first * num_groups // K if HALVES else (first // 128 if FORMAT == 2 else 0)
-        scale = _scale(tl.load(scales + group, mask=is_column, other=0), FORMAT)
-        total += part * scale[None, :]
+        total += part if FORMAT == 4 else part * scale[None, :]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e * N + n, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if weights_ptr is not None:

@@ -14,9 +14,10 @@ def forward(
     *,
     transposed: bool,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute (R, N), zeros behind the last live row. With batch_invariant, tiles do not depend on R. Does not
-    synchronise."""
+    """Compute (R, N), zeros behind the last live row; rows before the first one are as in `out`. With batch_invariant,
+    tiles do not depend on R. Does not synchronise."""
     from expertmesh.kernels import moe_forward, tiles
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
@@ -34,6 +35,7 @@ def forward(
         transposed=not transposed,
         b_out_ED=None if b_EN is None else b_EN.contiguous(),
         weights_TK=ones,
+        out=out,
     )
     dead_R = torch.arange(y.shape[0], device=y.device) >= offsets_E[-1]
     return y.masked_fill_(dead_R[:, None], 0)

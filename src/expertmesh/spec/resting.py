@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+WIDENED_BYTES = 256 << 20
+"""Bytes of matrices that a GPU widens at once for a product of many rows; at least four experts'."""
 _BLOCK = 128
 """Rows and columns of a block in FP8."""
 

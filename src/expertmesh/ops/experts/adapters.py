@@ -1,4 +1,4 @@
-"""Experts with low-rank adapters: grouped products of the matrices and of the adapters.
+"""Experts with low-rank adapters, and quantised ones on a GPU: grouped products of the matrices and of the adapters.
 
 Neither W + s B A nor the gradient of W is materialised, so adapters add only their own products and memory. If tokens
 have different adapters, the experts' own products run over all tokens together, and each adapter is added to the rows
@@ -38,11 +38,18 @@ Times = Callable[[Tensor, ExpertSlice, Tensor | None, bool], Tensor]
 products."""
 
 
+def serves(call: ExpertsCall) -> bool:
+    """Whether `forward` computes this call."""
+    by_triton = call.backend == "triton" and call.experts.format != "dense"
+    return call.maps is not None and (call.has_adapters or by_triton)
+
+
 def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     """Compute `moe_mlp` with adapters, (T, D), differentiable if all tokens share them; `buffers` is not read."""
     if call.of_tokens is not None:
         return _forward_of_tokens(call)
-    assert call.maps is not None and call.adapters is not None
+    call = call._replace(adapters=call.adapters or (None, None))
+    assert call.adapters is not None
     for adapter in call.adapters:
         if adapter is not None and not adapter.is_shared:
             _check(adapter, call.experts.num_experts)
@@ -127,6 +134,8 @@ def _forward_of_tokens_invariant(call: ExpertsCall) -> Tensor:
     by_triton = call.backend == "triton"
     if not by_triton and not native.serves_rows(bare):
         return invariant_forward(call)
+    if by_triton and call.experts.format != "dense":
+        return _forward_of_rows(call)
     E = call.experts.num_experts
     ids_TK = native.ids_of(maps, call.weights_TK.shape)
     has_T1 = own.slot_T[:, None] >= 0

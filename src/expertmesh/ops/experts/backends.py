@@ -107,9 +107,9 @@ BACKENDS: dict[str, Backend] = {
         saves_invariant_h=True,
         **_BY_TORCH,
     ),
-    "adapters": Backend(lambda c: c.maps is not None and c.has_adapters, adapters.forward),
-    "reference": Backend(lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True),
     "quantized_triton": Backend(quantized_triton.serves, quantized_triton.forward),
+    "adapters": Backend(adapters.serves, adapters.forward),
+    "reference": Backend(lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True),
     "triton": Backend(
         lambda c: c.maps is not None and c.backend == "triton" and "triton" in FORMATS[c.experts.format].backends,
         _triton,

@@ -27,10 +27,9 @@ _CHUNK_ROWS = 1024
 def forward_triton(call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute y (T, D) by kernels whose tiles do not depend on the number of rows; H has no rows."""
     assert call.maps is not None
-    w = call.experts
     y_TD, _ = triton_backend.forward(
         call.x_TD,
-        w.slices()[0] if w.is_whole else w.joined(call.x_TD.dtype),
+        call.experts.joined(call.x_TD.dtype),
         call.weights_TK,
         call.maps,
         save_h=False,

@@ -24,7 +24,7 @@ class QuantizedFormat(WeightFormat):
     """Format of values with scales; this class has one byte per number and scales that `widened` takes."""
 
     name: str = "int8"  # see `WeightFormat`; a format of `rounded`
-    backends: tuple[str, ...] = ("native", "quantized_triton", "triton", "torch")
+    backends: tuple[str, ...] = ("native", "quantized_triton", "adapters", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`: int8 with a scale per row."""
@@ -63,7 +63,7 @@ class Fp8(QuantizedFormat):
     """FP8 (e4m3) with one scale per block of 128 by 128."""
 
     name: str = "fp8"
-    backends: tuple[str, ...] = ("quantized_triton", "triton", "torch")
+    backends: tuple[str, ...] = ("quantized_triton", "adapters", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`."""
@@ -118,7 +118,7 @@ class Mxfp4(Int4):
     """MXFP4: 4-bit floating-point numbers with one power of two per 32 columns."""
 
     name: str = "mxfp4"
-    backends: tuple[str, ...] = ("quantized_triton", "triton", "torch")
+    backends: tuple[str, ...] = ("quantized_triton", "adapters", "torch")
 
     def columns(self, group_size: int) -> int:
         """See `WeightFormat`: a block."""
@@ -141,7 +141,7 @@ class Nf4(Int4):
     """NF4: the levels of a normal distribution, with the largest number of each group of columns as its scale."""
 
     name: str = "nf4"
-    backends: tuple[str, ...] = ("quantized_triton", "triton", "torch")
+    backends: tuple[str, ...] = ("quantized_triton", "adapters", "torch")
 
     def kept(self, shape: Shape, dtype: torch.dtype, group_size: int = 64) -> dict[str, Kept]:
         """See `WeightFormat`; scales in FP32."""

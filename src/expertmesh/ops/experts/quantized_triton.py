@@ -9,6 +9,7 @@ from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.torch_forward import row_weights
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
 from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.spec.resting import WIDENED_BYTES
 
 _MOST_ROWS = 64
 """Rows per expert, on average, up to which stored matrices are multiplied; with more, widening them once is less
@@ -88,23 +89,14 @@ def _stored(experts: ExpertSlice, is_in: bool) -> tuple[Tensor, Tensor, int]:
     return (w.flatten(1, 2) if is_in else w), scales.contiguous(), w.shape[-2]
 
 
-def widened(experts: ExpertSlice, dtype: torch.dtype, *, is_in: bool) -> Tensor:
-    """Widen w_in (E, G * F, D) or w_out (E, D, F) of all experts; does not synchronise."""
+def widened(experts: ExpertSlice, dtype: torch.dtype, *, is_in: bool, at: slice = slice(None)) -> Tensor:
+    """Widen w_in (E, G * F, D) or w_out (E, D, F) of some experts; does not synchronise."""
     from expertmesh.kernels import quantized_products
 
     w_ENK, scales, rows_per_branch = _stored(experts, is_in)
     return quantized_products.widen(
-        w_ENK.contiguous(), scales, format=experts.format, rows_per_branch=rows_per_branch, dtype=dtype
+        w_ENK[at].contiguous(), scales[at], format=experts.format, rows_per_branch=rows_per_branch, dtype=dtype
     )
-
-
-def dense(experts: ExpertSlice, dtype: torch.dtype) -> ExpertSlice:
-    """Widen quantised experts; dense ones are returned as they are."""
-    if experts.format == "dense":
-        return experts
-    _, G, _, _ = experts.shape
-    w_in, w_out = (widened(experts, dtype, is_in=is_in) for is_in in (True, False))
-    return ExpertSlice(w_in.unflatten(1, (G, -1)), w_out, experts.b_in_EGF, experts.b_out_ED, experts.activation)
 
 
 def linear(
@@ -119,12 +111,20 @@ def linear(
 ) -> Tensor:
     """Multiply rows sorted by expert by w_in or w_out, or by their transposes, in the dtype of x; zeros behind the last
     live row; does not synchronise."""
-    if transposed or batch_invariant or len(x_RK) > _MOST_ROWS * (len(offsets_E) - 1):
-        w_ENK = widened(experts, x_RK.dtype, is_in=is_in)
+    E, G, F, D = experts.shape
+    if not (transposed or batch_invariant or len(x_RK) > _MOST_ROWS * E):
+        own_R = torch.arange(len(x_RK), dtype=torch.int32, device=x_RK.device)
+        own = RouteMetadata(offsets_E, own_R, own_R, own_R)
+        y_RN = _product(x_RK, experts, own, is_in=is_in, gather=False, bias_EN=b_EN)
+        return y_RN.masked_fill_((own_R >= offsets_E[-1])[:, None], 0).to(x_RK.dtype)
+    N, K = (G * F, D) if is_in else (D, F)
+    y_RN = x_RK.new_empty(len(x_RK), K if transposed else N)
+    # some experts at a time, in order, because rows behind an expert's are zeroed; by fours for aligned offsets
+    size = max(4, WIDENED_BYTES // (N * K * x_RK.element_size()) // 4 * 4)
+    for first in range(0, E, size):
+        at = slice(first, min(first + size, E))
+        w_ENK, bias_EN = widened(experts, x_RK.dtype, is_in=is_in, at=at), None if b_EN is None else b_EN[at]
+        bounds = offsets_E[at.start : at.stop + 1]
         how = {"transposed": transposed, "batch_invariant": batch_invariant}
-        return triton_linear.forward(x_RK, w_ENK, offsets_E, b_EN, **how)
-    own_R = torch.arange(len(x_RK), dtype=torch.int32, device=x_RK.device)
-    y_RN = _product(
-        x_RK, experts, RouteMetadata(offsets_E, own_R, own_R, own_R), is_in=is_in, gather=False, bias_EN=b_EN
-    )
-    return y_RN.masked_fill_((own_R >= offsets_E[-1])[:, None], 0).to(x_RK.dtype)
+        triton_linear.forward(x_RK, w_ENK, bounds, bias_EN, **how, out=y_RN)
+    return y_RN

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name
-from expertmesh.ops.experts import quantized_triton
 from expertmesh.ops.experts.weights import ExpertSlice, HiddenGradients, Needs
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def forward(
     x_TD: Tensor,  # (T, D), float32, bfloat16 or float16
-    experts: ExpertSlice,  # the weights; quantised ones are widened all at once; dense w_in may be interleaved,
-    # `stored.view(E, F, 2, D).transpose(1, 2)`
+    experts: ExpertSlice,  # the weights; w_in may be interleaved, `stored.view(E, F, 2, D).transpose(1, 2)`
     weights_TK: Tensor,  # (T, K) routing weights
     maps: RouteMetadata,
     *,
@@ -136,8 +134,6 @@ def weight_grads(
     """
     from expertmesh.kernels import moe_wgrad
 
-    if experts.format != "dense" and not (needs.b_in or needs.b_out):  # matrices are frozen
-        return ExpertSlice(x_TD.new_empty(0), x_TD.new_empty(0), None, None, experts.activation)
     call = _Call.of(x_TD, experts, weights_TK, maps, cut=False)
     E, G, F, D = call.w_in_EGFD.shape
     rows, config, add = call.rows, call.config, into is not None
@@ -228,7 +224,6 @@ class _Call:
     ) -> "_Call":
         from expertmesh.kernels import grouped, tiles
 
-        experts = quantized_triton.dense(experts, x_TD.dtype)
         w_in, b_in, b_out = experts.w_in_EGFD, experts.b_in_EGF, experts.b_out_ED
         E, G, F, D = w_in.shape
         interleaved = tiles.is_interleaved(w_in)
