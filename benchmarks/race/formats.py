@@ -23,7 +23,6 @@ from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import ExpertWeights
 
 TOKENS = (*DECODE_TOKENS, 8192)
-NARROW = ("int8", "int4", "fp8", "mxfp4", "nf4")
 FAR_OFF = 0.02
 """A format whose result is further from the product of its widened matrices, relatively, is wrong."""
 Step = Callable[[], Tensor]
