@@ -201,7 +201,7 @@ gpu-wheels: $(STAMP)
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 -c constraints.txt -d $(or $(GPU_WHEELS),.whl) \
 	  pydantic pydantic_core annotated-types typing-inspection typing_extensions tyro docstring_parser typeguard \
-	  pytest pytest-xdist hypothesis execnet iniconfig pluggy pygments sortedcontainers \
+	  pytest pytest-xdist hypothesis execnet iniconfig pluggy pygments sortedcontainers rich markdown-it-py mdurl \
 	  $$($(BIN)/python -m benchmarks.race.peers)
 	python3 tools/wheels.py split $(or $(GPU_WHEELS),.whl) .whl-pieces
 

@@ -130,6 +130,7 @@ def engine(s: Setting) -> list[Part]:
     goals."""
     shapes = s.among(GOAL_SHAPES[:2])
     tests = ["tests/engine/test_captured_gpu.py", "tests/kernels/test_paged_attention_kernels.py"]
+    tests.append("tests/ops/test_paged_attention.py")
     if s.dry:
         tests = ["tests/kernels/test_tiles.py"]
     return [
