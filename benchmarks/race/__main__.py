@@ -1,6 +1,6 @@
 """The race on one GPU, in five calls of at most ten minutes that cannot outlast their time, 42 minutes in all.
 
-    python -m benchmarks.race kernels OUT             # ceilings, the tests that matter, kernels of four shapes: 8 minutes
+    python -m benchmarks.race kernels OUT             # ceilings, tests, every kernel of four shapes: 8 minutes
     python -m benchmarks.race sweep OUT               # tiles: each GEMM alone, best and worst as OUT/tiles.json: 7.5
     python -m benchmarks.race peers OUT               # against the best there are: 9.5
     python -m benchmarks.race engine OUT              # steps of the engine beside vLLM's, two shapes of the layer: 9

@@ -356,9 +356,7 @@ def _prompts(count: int) -> list[list[int]]:
 class _Decoding:
     """An engine, all of whose experts are on the device or some: tokens per second, and what is copied for them."""
 
-    def __init__(
-        self, model: Path, device: str, slots: int | None, memory: list[Row], sizes: dict[str, int]
-    ) -> None:
+    def __init__(self, model: Path, device: str, slots: int | None, memory: list[Row], sizes: dict[str, int]) -> None:
         import expertmesh as em
         from expertmesh.planner.serve import serve_plan
 
