@@ -75,7 +75,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
-def records(objective: str, count: int) -> list[dict[str, str]]:
+def records(objective: str, count: int, length: int = LENGTH) -> list[dict[str, str]]:
     """Records of plain texts: a token is a byte, and each row has all of its tokens."""
     draw = random.Random(objective)
 
@@ -85,7 +85,7 @@ def records(objective: str, count: int) -> list[dict[str, str]]:
     if objective == "grpo":
         return [{"prompt": text(PROMPT)} for _ in range(count)]
     sides = ("completion",) if objective == "sft" else ("chosen", "rejected")
-    answer = LENGTH - PROMPT - 1  # and the end
+    answer = length - PROMPT - 1  # and the end
     return [{"prompt": text(PROMPT)} | {one: text(answer) for one in sides} for _ in range(count)]
 
 

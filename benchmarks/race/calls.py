@@ -148,9 +148,10 @@ def workloads(s: Setting) -> list[Part]:
     """Call (e): what users run: adapters beside peft, exact reinforcement learning, narrow, exact and paged experts."""
     return [
         s.part("machine", "measures:machine", 40, rounds=5),
-        s.part("lora step", "workloads:lora", 170),
-        s.part("exact RL bfloat16", "workloads:exact_rl", 110, dtype="bfloat16"),
-        *(s.part(f"formats {n}", "formats:quantized", 45, format=n, rounds=15) for n in NARROW_FORMATS),
+        s.part("builds", "warm:builds", 90, shapes=SWEPT[:1]),
+        s.part("lora step", "workloads:lora", 200),
+        s.part("exact RL bfloat16", "workloads:exact_rl", 120, dtype="bfloat16"),
+        *(s.part(f"formats {n}", "formats:quantized", 60, format=n, rounds=15) for n in NARROW_FORMATS),
         s.part("deterministic layer", "formats:deterministic", 45, rounds=15),
         s.part("paged experts", "workloads:paged", 120),
         s.part("full step", "workloads:full", 50),

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.engine import VOCAB, ours, write_model
-from benchmarks.finetune_peers.work import ALPHA, RANK, write_tokenizer
+from benchmarks.finetune_peers import work
+from benchmarks.finetune_peers.work import ALPHA, RANK
 from benchmarks.race.formats import assert_all, tried
 from benchmarks.race.layers import release
 from benchmarks.race.parts import Keep
@@ -37,18 +38,11 @@ _TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_t
 _QWEN3 = {"num_hidden_layers": 4, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
 _QWEN3 |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8}
 _POLICY = {"num_hidden_layers": 2, "moe_intermediate_size": 256}
-_ROWS, _PROMPT = 4, 48
+_ROWS = 4
 _SAME_LOSS = 0.005
 """First losses of the same weights differ by less, in nats: BF16 rounds them differently."""
-_LORA = f"--adapter.kind lora --adapter.rank {RANK} --adapter.alpha {ALPHA}"
-_ADAPTERS = f"{_LORA} --adapter.expert-rank {RANK} --adapter.targets attention experts"
-_REWARDS = f'''"""A reward that needs no model."""
-
-
-def early(completion_ids, **kwargs):
-    """The share of tokens in the first half of the vocabulary."""
-    return [sum(i < {VOCAB // 2} for i in ids) / max(len(ids), 1) for ids in completion_ids]
-'''
+_ADAPTERS = f"--adapter.kind lora --adapter.rank {RANK} --adapter.expert-rank {RANK} --adapter.alpha {ALPHA}"
+_ADAPTERS += " --adapter.targets attention experts"
 Row = dict[str, Any]
 
 
@@ -61,23 +55,11 @@ def model_of(sizes: dict[str, int], device: str) -> Path:
         shutil.rmtree(new, ignore_errors=True)  # of a part that was killed
         new.mkdir(parents=True)
         write_model(new, device=device, **sizes)
-        write_tokenizer(new)
+        work.write_tokenizer(new)
         new.rename(folder)
         print(f"{folder}: {time.monotonic() - began:.0f} s", flush=True)
         release(device)
     return folder
-
-
-def _texts(path: Path, count: int, length: int) -> None:
-    """Records of random letters, a token each: prompts, and completions that fill a row of this length."""
-    draw = random.Random(0)
-
-    def text(size: int) -> str:
-        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=size))
-
-    size = length - _PROMPT - 1
-    lines = [json.dumps({"prompt": text(_PROMPT), "completion": text(size)}) for _ in range(count)]
-    path.write_text("\n".join(lines))
 
 
 @contextmanager
@@ -86,8 +68,9 @@ def _parsed(model: Path, words: str, *, device: str, length: int, steps: int) ->
     from expertmesh.cli.start_training import parse_and_begin, ready_to_train
 
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-        _texts(Path(folder) / "rows.jsonl", 64, length)
-        (Path(folder) / "rewards.py").write_text(_REWARDS)
+        lines = [json.dumps(one) for one in work.records("sft", 64, length)]
+        (Path(folder) / "rows.jsonl").write_text("\n".join(lines))
+        (Path(folder) / "rewards.py").write_text(work.REWARDS)
         common = f"""{model} --data.path {folder}/rows.jsonl --data.completions text --data.seq-len {length}
             --data.cache-dir {folder}/cache --train.run-dir {folder}/run --train.steps {steps} --train.device {device}
             --train.no-activation-checkpointing --train.eval-every {steps} --train.eval-batches 1
