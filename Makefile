@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-versions test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-versions test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-workloads gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -30,7 +30,7 @@ help:
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make kernels-sanitized  run the tests of the kernels in C with the compiler's checks of memory and of undefined behaviour"
 	@echo "make release build the sdist and the wheels into dist/ (any platform; Linux on x86-64 with the kernels in C), and try each in an empty environment"
-	@echo "make gpu     on a machine with a GPU: ceilings, the GPU tests, the time of every kernel, engine steps beside vLLM's; gpu-sweep, gpu-peers: the rest"
+	@echo "make gpu     on a machine with a GPU: ceilings, the GPU tests, the time of every kernel, engine steps beside vLLM's; gpu-sweep, gpu-peers, gpu-workloads: the rest"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make docs    build the site of docs/ into site/, with the reference of the Python API and of the command line"
 	@echo "make bench   run the benchmarks"
@@ -179,10 +179,10 @@ GPU_OUT ?= runs/race
 # More of a call: GPU_RACE_ARGS="--sanitize", "--shapes qwen3-8k", "--dry-run" (which needs no GPU).
 GPU_RACE_ARGS ?=
 
-# Call (a) of three: ceilings, the tests that matter, the time of every kernel at four shapes; eight minutes at most.
-# The others: make gpu-sweep (tiles), make gpu-peers (the race), then make gpu-report.
+# Call (a) of five: ceilings, the tests that matter, the time of every kernel at four shapes; eight minutes at most.
+# The others: make gpu-sweep (tiles), gpu-peers (the race), gpu-workloads (what users run), then make gpu-report.
 gpu: gpu-kernels gpu-engine
-gpu-kernels gpu-sweep gpu-peers gpu-engine: gpu-%: $(if $(GPU_PYTHON),,$(STAMP)) $(if $(GPU_WHEELS),gpu-site)
+gpu-kernels gpu-sweep gpu-peers gpu-engine gpu-workloads: gpu-%: $(if $(GPU_PYTHON),,$(STAMP)) $(if $(GPU_WHEELS),gpu-site)
 	@$(GPU_RUN) benchmarks.race $* $(GPU_OUT) $(GPU_RACE_ARGS)
 
 gpu-report: $(if $(GPU_PYTHON),,$(STAMP))
@@ -201,7 +201,7 @@ gpu-wheels: $(STAMP)
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 -c constraints.txt -d $(or $(GPU_WHEELS),.whl) \
 	  pydantic pydantic_core annotated-types typing-inspection typing_extensions tyro docstring_parser typeguard \
-	  pytest pytest-xdist hypothesis execnet iniconfig pluggy pygments sortedcontainers \
+	  pytest pytest-xdist hypothesis execnet iniconfig pluggy pygments sortedcontainers rich markdown-it-py mdurl \
 	  $$($(BIN)/python -m benchmarks.race.peers)
 	python3 tools/wheels.py split $(or $(GPU_WHEELS),.whl) .whl-pieces
 

@@ -61,20 +61,25 @@ class Contender:
     scores: Callable[[list[int]], list[float]]
 
 
-def write_model(path: Path, **sizes: int) -> None:
+def write_model(path: Path, *, device: str = "cpu", **sizes: Any) -> None:
     """Write a random Qwen3-MoE with 8 layers, D = 512, F = 512, 32 experts and K = 4, or other sizes, wide enough that
     routing is not flat."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    usual = {"num_hidden_layers": 8, "hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32}  # fmt: skip
+    usual = {
+        "num_hidden_layers": 8,
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+    }
     config = Qwen3MoeConfig(
         **(usual | sizes),
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
         vocab_size=VOCAB,
-        num_experts_per_tok=4,
         intermediate_size=2048,
         norm_topk_prob=True,
         max_position_embeddings=4096,
@@ -84,7 +89,8 @@ def write_model(path: Path, **sizes: int) -> None:
         pad_token_id=0,
         rope_theta=10000.0,
     )
-    model = Qwen3MoeForCausalLM(config)
+    with torch.device(device):
+        model = Qwen3MoeForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             std = parameter.shape[-1] ** -0.5 * (2.0 if ".gate." in name else 1.0)

@@ -47,7 +47,6 @@ def make(folder: Path) -> None:
     if (folder / "rewards.py").exists():
         return
     import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -55,21 +54,28 @@ def make(folder: Path) -> None:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, eos_token_id=256, bos_token_id=None))
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder / "model")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(kind))
+    write_tokenizer(folder / "model")
     for objective in OBJECTIVES:
         lines = "\n".join(json.dumps(one) for one in records(objective, 200))
         (folder / f"{objective}.jsonl").write_text(lines)
     (folder / "rewards.py").write_text(REWARDS)
 
 
-def records(objective: str, count: int) -> list[dict[str, str]]:
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are bytes, and the end."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+def records(objective: str, count: int, length: int = LENGTH) -> list[dict[str, str]]:
     """Records of plain texts: a token is a byte, and each row has all of its tokens."""
     draw = random.Random(objective)
 
@@ -79,7 +85,7 @@ def records(objective: str, count: int) -> list[dict[str, str]]:
     if objective == "grpo":
         return [{"prompt": text(PROMPT)} for _ in range(count)]
     sides = ("completion",) if objective == "sft" else ("chosen", "rejected")
-    answer = LENGTH - PROMPT - 1  # and the end
+    answer = length - PROMPT - 1  # and the end
     return [{"prompt": text(PROMPT)} | {one: text(answer) for one in sides} for _ in range(count)]
 
 

@@ -1,11 +1,12 @@
-"""The race on one GPU, in four calls of at most ten minutes that cannot outlast their time, 34 minutes in all.
+"""The race on one GPU, in five calls of at most ten minutes that cannot outlast their time, 42 minutes in all.
 
-    python -m benchmarks.race kernels OUT            # ceilings, the tests that matter, every kernel of four shapes: 8
-    minutes python -m benchmarks.race sweep OUT # tiles: each GEMM alone, best and worst as OUT/tiles.json: 7.5 minutes
-    python -m benchmarks.race peers OUT # against the best there are: 9.5 minutes python -m benchmarks.race engine OUT #
-    steps of the engine beside vLLM's, and two shapes of the layer: 9 minutes python -m benchmarks.race report OUT [OUT2
-    ...] # the tables and the plot, from what came back python -m benchmarks.race kernels OUT --dry-run # everything in
-    tiny on a CPU, with stand-ins for GPU packages
+    python -m benchmarks.race kernels OUT             # ceilings, tests, every kernel of four shapes: 8 minutes
+    python -m benchmarks.race sweep OUT               # tiles: each GEMM alone, best and worst as OUT/tiles.json: 7.5
+    python -m benchmarks.race peers OUT               # against the best there are: 9.5
+    python -m benchmarks.race engine OUT              # steps of the engine beside vLLM's, two shapes of the layer: 9
+    python -m benchmarks.race workloads OUT           # adapters beside peft, exact RL, narrow and paged experts: 8
+    python -m benchmarks.race report OUT [OUT2 ...]   # the tables and the plot, from what came back
+    python -m benchmarks.race kernels OUT --dry-run   # everything in tiny on a CPU, stand-ins for GPU packages
 
 Every part runs in a process of its own that is killed at its limit; what it found is in OUT/CALL.json at once, its
 output in OUT/CALL.log.
@@ -59,6 +60,7 @@ def main() -> int:
     if given.only:
         parts = [p for p in parts if p.name == "machine" or p.name.startswith(tuple(given.only))]
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # once instead of in the fork of every part; none of them touches a GPU, or parts would get interpreters of their
     # own
     for module in ("torch._dynamo", "benchmarks.race.kernels", "benchmarks.race.train"):

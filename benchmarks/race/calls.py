@@ -1,4 +1,4 @@
-"""What the four calls consist of, in the order in which the parts say most, with the most seconds that each may
+"""What the five calls consist of, in the order in which the parts say most, with the most seconds that each may
 take."""
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ ON_ANY_DEVICE = (
     "tests/ops/test_capacity.py",
 )
 """Tests of kernels and operators that take a GPU where there is one, and the interpreter elsewhere."""
+NARROW_FORMATS = ("int8", "int4", "fp8", "mxfp4", "nf4")
 SWEPT = ("qwen3-8k", "fine-32k", "mixtral-8k", "olmoe-32k")
 _DRY_SLOWER = 10.0
 """A dry run's limits are this many times as long: the interpreter on a busy machine."""
@@ -129,6 +130,7 @@ def engine(s: Setting) -> list[Part]:
     goals."""
     shapes = s.among(GOAL_SHAPES[:2])
     tests = ["tests/engine/test_captured_gpu.py", "tests/kernels/test_paged_attention_kernels.py"]
+    tests.append("tests/ops/test_paged_attention.py")
     if s.dry:
         tests = ["tests/kernels/test_tiles.py"]
     return [
@@ -140,6 +142,21 @@ def engine(s: Setting) -> list[Part]:
             for n in shapes
         ),
     ]  # fmt: skip
+
+
+def workloads(s: Setting) -> list[Part]:
+    """Call (e): what users run: adapters beside peft, exact reinforcement learning, narrow, exact and paged experts."""
+    return [
+        s.part("machine", "measures:machine", 40, rounds=5),
+        s.part("builds", "warm:builds", 90, shapes=SWEPT[:1]),
+        s.part("lora step", "workloads:lora", 200),
+        s.part("exact RL bfloat16", "workloads:exact_rl", 120, dtype="bfloat16"),
+        *(s.part(f"formats {n}", "formats:quantized", 60, format=n, rounds=15) for n in NARROW_FORMATS),
+        s.part("deterministic layer", "formats:deterministic", 45, rounds=15),
+        s.part("paged experts", "workloads:paged", 120),
+        s.part("full step", "workloads:full", 50),
+        s.part("exact RL float32", "workloads:exact_rl", 90, dtype="float32"),
+    ]
 
 
 def plan(call: str, s: Setting) -> tuple[list[Part], float]:
@@ -157,5 +174,6 @@ CALLS: dict[str, tuple[Callable[[Setting], list[Part]], float]] = {
     "sweep": (sweep, 450.0),
     "peers": (peers, 570.0),
     "engine": (engine, 540.0),
+    "workloads": (workloads, 480.0),
 }
-"""By name: the parts, and the seconds of the whole call; 34 minutes in all."""
+"""By name: the parts, and the seconds of the whole call; 42 minutes in all."""

@@ -13,7 +13,9 @@ from typing import Any
 from benchmarks.engine import Contender, ours, sample, write_model
 from benchmarks.race.parts import Keep
 
-LOADS = ("decode 1", "decode 4", "decode 16", "decode 64", "prefill", "mixed")
+LOADS = ("decode 1", "decode 8", "decode 32", "decode 128", "prefill", "mixed")
+_MOST = 128
+"""Sequences of a step."""
 _PROMPTS = [[7, 9, 11, 13 + i] * (1 + 5 * i) for i in range(6)]
 _NEW = 24
 _TINY = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
@@ -27,7 +29,7 @@ def _vllm(path: str) -> Contender:
 
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
-    model = LLM(model=path, dtype="bfloat16", max_model_len=2048, max_num_seqs=64, gpu_memory_utilization=0.3)
+    model = LLM(model=path, dtype="bfloat16", max_model_len=2048, max_num_seqs=_MOST, gpu_memory_utilization=0.3)
     engine, counted = model.llm_engine, iter(range(1 << 30))
 
     def run(prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], list[float]]:
@@ -49,11 +51,12 @@ def _vllm(path: str) -> Contender:
 
 def _contenders(device: str) -> dict[str, Callable[[str], Contender]]:
     captures = None if device == "cuda" else False
+    own = partial(ours, device=device, max_sequences=_MOST)
     found: dict[str, Callable[[str], Contender]] = {
-        "captured": partial(ours, device=device, compile=captures),
-        "captured, exact": partial(ours, device=device, compile=captures, deterministic=True),
-        "launched": partial(ours, device=device, compile=False),
-        "launched, exact": partial(ours, device=device, compile=False, deterministic=True),
+        "captured": partial(own, compile=captures),
+        "captured, exact": partial(own, compile=captures, deterministic=True),
+        "launched": partial(own, compile=False),
+        "launched, exact": partial(own, compile=False, deterministic=True),
     }
     if importlib.util.find_spec("vllm") is not None and device == "cuda":
         found["vLLM"] = _vllm
@@ -90,7 +93,9 @@ def steps(keep: Keep, *, device: str, tiny: bool, rounds: int = 3) -> dict[str, 
                 for name, one in open_.items():
                     rates[name].append(sample(one, load, seed).rate)
             row: dict[str, Any] = {"load": load}
-            row |= {f"{name}, tokens/s": round(statistics.median(r)) for name, r in rates.items()}
+            middle = {name: statistics.median(r) for name, r in rates.items()}
+            row |= {f"{name}, tokens/s": round(rate) for name, rate in middle.items()}
+            row["price of deterministic"] = middle["captured"] / middle["captured, exact"]
             result["rows"].append(row)
             keep(result)
     assert all(check["equal"] for check in checks), checks

@@ -66,6 +66,12 @@ def _ceilings(stopwatch: Stopwatch, device: str, *, tiny: bool, rounds: int) -> 
     }
 
 
+def copy_bytes_per_s(stopwatch: Stopwatch, device: str, *, tiny: bool) -> float:
+    """The copy's rate alone, for parts that compare with it in their own run."""
+    found: float = _ceilings(stopwatch, device, tiny=tiny, rounds=3)["copy_bytes_per_s"]
+    return found
+
+
 METADATA_CASES = ((65_536, 64, 2), (32_768, 128, 8), (65_536, 256, 8))
 """T, E, K; the first one carries the hard line."""
 

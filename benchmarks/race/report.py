@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown_table
+from benchmarks.markdown import cell, markdown_table
 from benchmarks.race.calls import CALLS
 from benchmarks.race.peers import listed
 from benchmarks.race.plot import svg
@@ -42,8 +42,15 @@ those of the default table; padding costs 0.28 of a tile per expert (tails have 
 one tile per multiprocessor (132). A kernel takes waves x (operations of a tile at the inner loop's rate + what nothing
 overlaps), or its bytes at 4.1 TB/s and 5 us per launch. `make gpu` writes this page, its last columns filled in, to
 `OUT/predictions.md`."""
+FORMATS_NOTE = (
+    "Experts alone without gradients, at Qwen3-30B-A3B's sizes, row orders included, a cold L2. `of the bandwidth "
+    "floor`: bytes of the live experts at the copy's rate over the time. `off by`: relative distance from the product "
+    "of the widened matrices, checked before the time counts."
+)
 _WHOLE = ("machine", "metadata", "skew", "decode", "properties", "training", "engine steps")
+_WHOLE += ("deterministic layer", "lora step", "full step", "paged experts")
 _BY_NAME = {"layers": "layers ", "kernels": "kernels ", "sweep": "sweep ", "tests": "tests of "}
+_BY_NAME |= {"formats": "formats ", "exact RL": "exact RL "}
 
 
 def load(folders: Sequence[Path]) -> Record:
@@ -123,6 +130,8 @@ def markdown(record: Record, *, plot: str) -> str:
     text += _section("Skewed routing", record.get("skew") or ())
     text += _section("Decoding", decode_rows(record), "One CUDA graph of a step without gradients.")
     text += _section("Training", record.get("training") or ())
+    for title, note, rows in _workloads(record):
+        text += _section(title, _alike(rows), *([note] if note else []))
     text += _sweep(record)
     text += _section("How the parts ended", record["parts"])
     return "\n\n".join(text) + "\n"
@@ -133,10 +142,34 @@ def _kernels(record: Record) -> list[str]:
     for name, found in record["kernels"].items():
         if found.get("kernels"):
             step = ", ".join(f"{phase} {ms:.2f} ms" for phase, ms in found.get("step", {}).items())
-            keys = list(dict.fromkeys(key for row in found["kernels"] for key in row))
-            rows = [{key: row.get(key, "") for key in keys} for row in found["kernels"]]
-            text += [f"### {name}", f"{found['check']}. Whole layer: {step}.", markdown_table(rows)]
+            table = markdown_table(_alike(found["kernels"]))
+            text += [f"### {name}", f"{found['check']}. Whole layer: {step}.", table]
     return ["## Kernels", KERNELS_NOTE, *text] if text else []
+
+
+def _alike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the keys of all."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return [{key: row.get(key, "") for key in keys} for row in rows]
+
+
+def _workloads(record: Record) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """Title, note and rows of what users run; a row that failed has a column that says so."""
+    adapters, whole, paged = (record.get(name) or {} for name in ("lora step", "full step", "paged experts"))
+    memory = [row for found in (adapters, whole, paged) for row in found.get("memory", ())]
+    steps = [row for found in (adapters, whole) for row in found.get("rows", ())]
+    kinds = "Peak of tensors after the first step; an engine's after it warmed up. Predicted by the planner."
+    exact = "The largest difference of a token's log-probability in training from its rollout's: it must be 0."
+    by_name = {key: [row for rows in record.get(key, {}).values() for row in rows] for key in ("formats", "exact RL")}
+    return [
+        ("Narrow experts", FORMATS_NOTE, by_name["formats"]),
+        ("The price of deterministic mode", "", list(record.get("deterministic layer") or ())),
+        ("A step with adapters", "BF16, 4 layers of Qwen3-30B-A3B's sizes, 4 x 2,048 tokens.", steps),
+        ("Exact reinforcement learning", exact, by_name["exact RL"]),
+        ("Paged experts", "Decoding; `slots`: experts of a layer on the GPU.", list(paged.get("rows", ()))),
+        ("Answers with paged experts", "", list(paged.get("checks", ()))),
+        ("Memory", kinds, memory),
+    ]
 
 
 def _tests(record: Record) -> list[dict[str, Any]]:
@@ -231,4 +264,6 @@ def short(record: Record) -> str:
         lines.append(f"{row['property']}: {row['holds']} ({row['what was seen']})")
     for row in _tests(record):
         lines.append(f"tests of {row['tests']}: {row['passed']} passed, failed: {row['failed']}")
+    for title, _, rows in _workloads(record):
+        lines += [f"{title}: " + ", ".join(f"{key} {cell(value)}" for key, value in row.items()) for row in rows]
     return "\n".join(lines)

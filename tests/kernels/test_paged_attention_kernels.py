@@ -12,6 +12,7 @@ from tests.ops.test_paged_attention import (
     assert_hidden_keys_are_not_read,
     drawn,
     in_other_pages,
+    on_device,
 )
 from tests.support.aot import TARGETS
 from tests.support.build_rules import GLOBAL_ATOMIC, MATRIX_INSTRUCTION
@@ -27,10 +28,13 @@ from expertmesh.ops.attention.scores import PLAIN
 SEQUENCES = ((1100, 1), (513, 12), (1, 1), (40, 40), (0, 1), (600, 3))
 
 
-def attend(q, k, v, keys, rule, **how):
+def launched(q, k, v, keys, rule, **how):
     where = keys.starts, keys.num_keys_B, keys.table_BN
     words = rule.sinks_H, rule.window, rule.chunk, rule.softcap
     return kernels.attend(q, k, v, *where, *words, **how)
+
+
+attend = on_device(launched)
 
 
 @pytest.mark.parametrize("rule", ["plain", "all"])
@@ -98,7 +102,7 @@ def test_built(target, name):
     if rule.sinks_H is not None:
         rule = replace(rule, sinks_H=rule.sinks_H.to("meta"))
     with as_on(target), recorded_launches(kernels) as launches:
-        attend(*of_model(name, dtype), rule, side_by_side=side_by_side)
+        launched(*of_model(name, dtype), rule, side_by_side=side_by_side)
     for launch in launches:
         made = launch.build(target)
         assert made.spill_bytes == 0

@@ -3,6 +3,7 @@ batch."""
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from expertmesh.ops.attention import (
     paged_triton,
     paged_varlen,
 )
+from expertmesh.ops.attention.paged_attention import IMPLEMENTATIONS
 from expertmesh.ops.attention.pages import PagedKeys
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import visible
 from expertmesh.ops.op_set import BATCH_INVARIANT_OPS, DEFAULT_OPS
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H = 6
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0, -20.0, 1.5])
 RULES = {
@@ -33,6 +36,7 @@ RULES = {
 }
 MIXED = ((1, 1), (64, 1), (65, 1), (130, 40), (300, 77), (20, 20), (0, 2), (9, 0))
 """(keys, queries) of each sequence: single queries, chunks of prompts, a whole prompt, padding rows, none."""
+PROMPTS = ((300, 140), (256, 256), (513, 1), (20, 20))
 SIZES = {
     "heads of 16": (MIXED, 3, 16, 16),
     "heads of 24": (MIXED, 2, 24, 24),
@@ -93,14 +97,25 @@ def native(*call):
     return paged_native.attend(*call)
 
 
+def on_device(attend):
+    """On the GPU, where there is one."""
+
+    def moved(q, k, v, keys, rule, **how):
+        where = {name: getattr(keys, name).to(DEVICE) for name in ("starts", "num_keys_B", "table_BN")}
+        sinks = None if rule.sinks_H is None else rule.sinks_H.to(DEVICE)
+        q, k, v = (t.to(DEVICE) for t in (q, k, v))
+        return attend(q, k, v, replace(keys, **where, memo={}), replace(rule, sinks_H=sinks), **how).cpu()
+
+    return moved
+
+
+def how(arithmetic):
+    return {"attention": arithmetic.attention, "is_invariant": arithmetic.batch_invariant}
+
+
 def gathered(arithmetic):
     """By padded batches of PyTorch's operators."""
-
-    def attend(q, k, v, keys, rule):
-        how = {"attention": arithmetic.attention, "is_invariant": arithmetic.batch_invariant}
-        return paged_gathered.attend(q, k, v, replace(keys, memo={}), rule, **how)
-
-    return attend
+    return on_device(partial(paged_gathered.attend, **how(arithmetic)))
 
 
 def assert_matrix(attend, size, rule, dtype):
@@ -141,7 +156,22 @@ def interpreted_rules():
 
 @pytest.mark.parametrize(("dtype", "size", "rule"), [*interpreted_rules()])
 def test_the_triton_kernel_rounds_no_worse_than_plain_products(dtype, size, rule):
-    assert_matrix(paged_triton.attend, size, RULES[rule], dtype)
+    assert_matrix(on_device(paged_triton.attend), size, RULES[rule], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["plain", "window", "all"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_implementation_on_a_gpu_rounds_no_worse_than_plain_products(name, rule):
+    q, k, v, keys = drawn((*PROMPTS, *MIXED), 3, 64, 64, page_size=256, dtype=torch.bfloat16)
+    if not IMPLEMENTATIONS[name].serves(*(t.to(DEVICE) for t in (q, k, v))):
+        assert name in ("native", "varlen")  # which are for CPUs, and for PyTorch 2.13
+        pytest.skip(f"{name} does not serve this GPU")
+    attend = on_device(partial(IMPLEMENTATIONS[name].attend, **how(DEFAULT_OPS)))
+    found = attend(q, k, v, replace(keys, most_queries=256), RULES[rule])
+    expected = by_products(q, k, v, keys, RULES[rule], torch.float64)
+    plain = by_products(q, k, v, keys, RULES[rule], torch.float32).bfloat16()
+    assert_two_times(found, plain, expected, what=name, dtype=torch.bfloat16, scale=1.0)
 
 
 def in_other_pages(k, v, keys, page_size, seed):
@@ -239,9 +269,6 @@ def assert_hidden_keys_are_not_read(attend):
 
 def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
     assert_hidden_keys_are_not_read(native)
-
-
-PROMPTS = ((300, 140), (256, 256), (513, 1), (20, 20))
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how):
