@@ -13,6 +13,9 @@ ON_ANY_DEVICE = (
     "tests/kernels/test_topk_kernel.py",
     "tests/kernels/test_ops_triton.py",
     "tests/kernels/test_batch_invariant_kernels.py",
+    "tests/kernels/test_quantized_kernels.py",
+    "tests/kernels/test_triton_adapters.py",
+    "tests/ops/experts/test_weighted_activation.py",
     "tests/ops/test_topk.py",
     "tests/ops/test_capacity.py",
 )
