@@ -12,12 +12,12 @@ from tests.support.waits import waits
 
 from expertmesh import lora
 from expertmesh.kernels import (
+    activated_rows,
     combine,
     moe_backward,
     moe_forward,
     permute,
     quantized_products,
-    weighted_activation,
 )
 from expertmesh.kernels import (
     route_metadata as route_kernels,
@@ -46,15 +46,14 @@ def test_gradients_of_tokens_are_those_of_the_widened_weights(form, options):
         assert_two_times(value, plain[name], exact[name], what=f"{form} {name}")
 
 
-def test_some_experts_are_widened_at_a_time(monkeypatch):
+def test_some_experts_are_widened_at_a_time():
     """Products in parts have the bits of one product, where experts without rows begin and end a part, too."""
     made = experts_of("int4", BF16).to(DEVICE)
     one, offsets_E = made.weights().slices()[0], torch.tensor([0, 0, 7, 20, 20, 31], dtype=torch.int32, device=DEVICE)
     x_RD, b_EH = torch.randn(35, D).to(DEVICE, BF16), made.b_in.flatten(1)
     how = {"is_in": True, "batch_invariant": True}
     whole = quantized_triton.linear(x_RD, one, offsets_E, b_EH, **how)
-    monkeypatch.setattr(quantized_triton, "WIDENED_BYTES", 1)
-    assert torch.equal(quantized_triton.linear(x_RD, one, offsets_E, b_EH, **how), whole)
+    assert torch.equal(quantized_triton.linear(x_RD, one, offsets_E, b_EH, **how, widened_bytes=1), whole)
     assert whole[:31].any() and not whole[31:].any()
 
 
@@ -135,7 +134,7 @@ def test_nothing_waits_for_the_gpu(num_tokens, is_invariant):
     call = ExpertsCall(x_TD, empty(num_tokens, 2), made.weights(), "triton", empty(num_tokens, 2, dtype=torch.int64))
     call = call._replace(batch_invariant=is_invariant)
     one, offsets_E = call.experts.slices()[0], empty(E + 1, dtype=torch.int32)
-    modules = (combine, moe_backward, moe_forward, permute, quantized_products, route_kernels, weighted_activation)
+    modules = (combine, moe_backward, moe_forward, permute, quantized_products, route_kernels, activated_rows)
     with as_on("sm_90"), recorded_launches(*modules) as launches, waits() as watch, torch.no_grad():
         compute(call)
         compute(call._replace(of_tokens=TokenAdapters(own_T, own_T, on_in, on_out)))

@@ -5,7 +5,7 @@ import torch
 from tests.oracle import numerics
 from tests.support.launches import recorded_launches
 
-from expertmesh.kernels import weighted_activation as kernels
+from expertmesh.kernels import activated_rows as kernels
 from expertmesh.ops.activation import activate, inner_name, num_branches
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.experts.weighted_activation import weighted_activation

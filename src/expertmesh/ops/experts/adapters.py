@@ -63,7 +63,7 @@ def forward(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
 def _forward_of_all(call: ExpertsCall) -> Tensor:
     """Compute `moe_mlp` where all tokens have the same adapters."""
     assert call.maps is not None and call.adapters is not None
-    on_in, on_out = (partial(_times, adapter, how=_How.of(call)) for adapter in call.adapters)
+    on_in, on_out = (partial(_times, adapter, how=_Products.of(call)) for adapter in call.adapters)
     return _between(call, on_in, on_out)
 
 
@@ -121,7 +121,7 @@ def _forward_of_tokens(call: ExpertsCall) -> Tensor:
 def _forward_of_rows(call: ExpertsCall) -> Tensor:
     own = call.of_tokens
     assert own is not None
-    rows, how = _rows_of(own, call), _How.of(call)
+    rows, how = _rows_of(own, call), _Products.of(call)
     on_in, on_out = (partial(_times_of_rows, one, rows, how=how) for one in (own.on_in, own.on_out))
     return _between(call, on_in, on_out)
 
@@ -180,7 +180,7 @@ def _check(adapter: LowRank, num_experts: int) -> None:
         )
 
 
-class _How(NamedTuple):
+class _Products(NamedTuple):
     """Rows of each matrix, and how products of sorted rows are computed."""
 
     offsets_E: Tensor
@@ -188,7 +188,7 @@ class _How(NamedTuple):
     batch_invariant: bool  # by tiles that do not depend on the rows; with Triton only, not differentiable
 
     @classmethod
-    def of(cls, call: ExpertsCall) -> "_How":
+    def of(cls, call: ExpertsCall) -> "_Products":
         assert call.maps is not None
         return cls(call.maps.offsets_E, call.backend, call.batch_invariant)
 
@@ -199,7 +199,7 @@ class _How(NamedTuple):
 
 
 def _times(
-    adapter: LowRank | None, x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, *, how: _How
+    adapter: LowRank | None, x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, *, how: _Products
 ) -> Tensor:
     """Multiply (R, K) rows sorted by expert by the adapted matrices: (R, N)."""
     if adapter is None or adapter.is_shared or experts.format != "dense" or how.batch_invariant:
@@ -214,7 +214,7 @@ def _dense(experts: ExpertSlice, is_in: bool) -> Tensor:
     return experts.w_in_EGFD.flatten(1, 2) if is_in else experts.w_out_EDF
 
 
-def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, how: _How) -> Tensor:
+def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, how: _Products) -> Tensor:
     """Multiply rows by the matrices without adapters."""
     if experts.format == "dense":
         return how.linear(x_RK, _dense(experts, is_in), b_EN)
@@ -223,7 +223,7 @@ def _base(x_RK: Tensor, experts: ExpertSlice, b_EN: Tensor | None, is_in: bool, 
     return frozen_linear(x_RK, experts, how.offsets_E, is_in=is_in, b_EN=b_EN, backend=how.backend)
 
 
-def _added(x_RK: Tensor, adapter: LowRank, how: _How) -> Tensor:
+def _added(x_RK: Tensor, adapter: LowRank, how: _Products) -> Tensor:
     """Multiply rows by s B A of their experts."""
     a, b = (factor.to(x_RK.dtype) for factor in (adapter.a_ErK, adapter.b_ENr))
     if not adapter.is_shared:
@@ -266,7 +266,7 @@ def _times_of_rows(
     b_EN: Tensor | None,
     is_in: bool,
     *,
-    how: _How,
+    how: _Products,
 ) -> Tensor:
     """Multiply as `_times` does, some rows with their own adapter."""
     y_RN = _base(x_RK, experts, b_EN, is_in, how)
@@ -286,5 +286,5 @@ def add_of_tokens(y_TN: Tensor, x_TK: Tensor, own: TokenAdapters, *, batch_invar
     else:
         bounds_A = torch.arange(len(own.on_in.a_ErK) + 1, device=slot_n.device)
         offsets_A = torch.searchsorted(slot_n, bounds_A, out_int32=True)
-        z_nN = _added(x_nK, own.on_in, _How(offsets_A, backend, batch_invariant))
+        z_nN = _added(x_nK, own.on_in, _Products(offsets_A, backend, batch_invariant))
     y_TN.index_add_(0, own.tokens_n, z_nN)

@@ -108,6 +108,7 @@ def linear(
     is_in: bool,
     transposed: bool = False,
     batch_invariant: bool = False,
+    widened_bytes: int = WIDENED_BYTES,
 ) -> Tensor:
     """Multiply rows sorted by expert by w_in or w_out, or by their transposes, in the dtype of x; zeros behind the last
     live row; does not synchronise."""
@@ -120,7 +121,7 @@ def linear(
     N, K = (G * F, D) if is_in else (D, F)
     y_RN = x_RK.new_empty(len(x_RK), K if transposed else N)
     # some experts at a time, in order, because rows behind an expert's are zeroed; by fours for aligned offsets
-    size = max(4, WIDENED_BYTES // (N * K * x_RK.element_size()) // 4 * 4)
+    size = max(4, widened_bytes // (N * K * x_RK.element_size()) // 4 * 4)
     for first in range(0, E, size):
         at = slice(first, min(first + size, E))
         w_ENK, bias_EN = widened(experts, x_RK.dtype, is_in=is_in, at=at), None if b_EN is None else b_EN[at]

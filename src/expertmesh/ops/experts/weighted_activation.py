@@ -42,7 +42,7 @@ def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str, backend: 
 @torch.library.custom_op("expertmesh::weighted_activation", mutates_args=())
 def _weighted_activation(h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> Tensor:
     if by_triton:
-        from expertmesh.kernels import weighted_activation as kernels
+        from expertmesh.kernels import activated_rows as kernels
 
         return kernels.forward(h_RH.contiguous(), s_R.contiguous(), **_words(activation))
     a_RF = h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // num_branches(activation))
@@ -65,7 +65,7 @@ def _(h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> Tensor:
 def _gradients(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str, by_triton: bool) -> tuple[Tensor, Tensor]:
     h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
     if by_triton:
-        from expertmesh.kernels import weighted_activation as kernels
+        from expertmesh.kernels import activated_rows as kernels
 
         return kernels.backward(grad_RF.contiguous(), h_RH, s_R, **_words(activation))
     num_rows, F = grad_RF.shape

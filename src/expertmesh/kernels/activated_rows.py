@@ -63,7 +63,7 @@ def _backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute the gradients of h and s from that of a; a program takes whole rows, so that sums have one order."""
+    """Compute the gradients of h and s; a program takes whole rows, so that sums have one order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < num_rows
     s = tl.load(s_ptr + row, mask=live, other=0.0)[:, None]
