@@ -26,6 +26,8 @@ _ONE_BY_ONE = r"\bst\.shared\.b16|\bcvt\.rn\.bf16\.f32|\bdiv\.full"
 special unit."""
 MOST_SPILL_BYTES = 48
 """Per thread, stores and loads together, in the experts' kernels: six registers, outside the main loop."""
+MOST_CANDIDATES_SPILL_BYTES = 128
+"""Of tables beside the default one, which a sweep of the race measures, spills named."""
 MOST_WEIGHT_GRAD_REGISTERS = 248
 """Of 255 with descriptors, without a spill."""
 MOST_ROUTING_SHARED_BYTES = 16 * 1024
@@ -50,19 +52,20 @@ _PRODUCT = r"\b(wgmma\.mma_async|mma\.sync)"
 _ROW_KERNELS = ("sum", "spread", "dot", "fill")
 
 
-def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
+def check_experts(launch: Launch, build: Build, *, matrix: bool = True, most_spilled: int = MOST_SPILL_BYTES) -> None:
     """Assert the rules of the experts' kernels.
 
     Args:
         launch: what was compiled.
         build: the result.
         matrix: whether tiles that are high enough must use the target's matrix unit; IEEE FP32 cannot.
+        most_spilled: bytes of spills per thread.
 
     Raises:
         AssertionError: too many spills, too much shared memory, an atomic, or no matrix instruction.
     """
     name = f"{launch.name} for {build.target}"
-    assert build.spill_bytes <= MOST_SPILL_BYTES, f"{name}: {build.spill_bytes} bytes spilled"
+    assert build.spill_bytes <= most_spilled, f"{name}: {build.spill_bytes} bytes spilled"
     assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
     assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), f"{name}: atomics"
     if launch.name in GEMMS and launch.values["TMA"]:
