@@ -190,6 +190,17 @@ def test_folders_of_other_verbs_are_words_or_options(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["serve", "convert --to new --from"])
+def test_a_folder_of_adapters_is_not_taken_for_a_model(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "poems").mkdir()
+    (tmp_path / "poems/adapter_config.json").write_text("{}")
+    assert main([*verb.split(), "poems"]) == 2
+    assert "run poems: holds adapters without their model; give the model" in capsys.readouterr().err
+    assert main(["train", "poems"]) == 2
+    assert "unknown recipe 'poems'; nor is it a folder with a model's config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "number"), [("1e3", 1000), ("2.5E1", 25), ("1e+2", 100), ("12", 12)])
 def test_whole_numbers_may_have_a_power_of_ten(text, number):
     assert parsed(["runs", "--seed", text]).seed == number

@@ -13,6 +13,7 @@ from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.family_verbs import FAMILY_VERBS
+from expertmesh.cli.help import help_of
 from expertmesh.cli.help_wrapping import fitted
 from expertmesh.cli.main import VERBS, main
 from expertmesh.cli.options import declared_by, options_of
@@ -124,6 +125,12 @@ def test_wrapped_examples_are_the_same_commands(width):
     examples = [inspect.cleandoc(kind.__doc__).partition("\n\n")[2] for kind in kinds if kind.__doc__]
     assert sum("torchrun" in one or "curl" in one for one in examples) > 1
     assert [one for one in examples if words(fitted(one, width)) != words(one)] == []
+
+
+def test_words_below_a_long_name_have_room_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    texts = [help_of(kind) for module in VERB_MODULES for kind in declared_by(module)]
+    assert [line for text in texts for line in text.splitlines() if line.startswith(" " * 9)] == []
 
 
 SHOWN = {

@@ -388,6 +388,9 @@ def test_bad_engines_are_refused():
     model.train()
     with pytest.raises(ConfigError, match=r"call model\.eval"):
         engine.step()
+    model.eval().bfloat16()
+    with pytest.raises(ConfigError, match=r"are torch.bfloat16 now, and were torch.float64 .*; make another engine"):
+        engine.step()
     with pytest.raises(ConfigError, match="batch_invariant=True"):
         Engine(gpt(), deterministic=True)
     with pytest.raises(ConfigError, match="expert_choice"):

@@ -52,13 +52,15 @@ def logits_of(folder):
         return load_pretrained(folder).eval()(IDS).logits_BSV
 
 
-def test_merged_weights_and_peft_s_folder_give_the_run_s_logits(folders, tmp_path):
+def test_merged_weights_and_peft_s_folder_give_the_run_s_logits(folders, tmp_path, capsys):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     base, run = folders
     assert convert_verb(["--from", str(run), "--to", f"{tmp_path}/merged"]) == 0
     words = ["--from", str(run), "--to", f"{tmp_path}/peft", "--adapter-only"]
     assert convert_verb(words) == 0
+    count = sum(".lora_A." in name for name in load_file(tmp_path / "peft" / WEIGHTS))
+    assert f"{tmp_path}/peft: {count} adapters of {run}" in capsys.readouterr().out
     merged, plain = logits_of(tmp_path / "merged"), logits_of(base)
     values = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert values["base_model_name_or_path"] == str(base)

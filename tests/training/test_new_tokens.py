@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from expertmesh.cli.train import run as train_verb
 from expertmesh.config.tokens import TokensConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import quantize
+from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.runs.run_dir import find_model, load_run
 from expertmesh.text import new_tokens
 from expertmesh.training.metrics import read_metrics
@@ -77,7 +79,7 @@ def test_rows_of_the_tokens_alone_learn_under_adapters(base, capsys, tmp_path):
     num_learned = len(after) * len(ROWS) * 24
     assert f"new tokens {num_learned:,}" in said.split("trainable: ")[1].split("frozen")[0]
     assert f"new tokens {num_learned:,}" in said.split("adapters: ")[1].split("; rank")[0]
-    assert "tokens.add <|user|>: in the tokenizer already" in said
+    assert "tokens.add <|user|>: in the tokenizer already, with rows that begin as they are; special among" in said
     for name, rows in after.items():
         mean = original[name][: V - 1].double().mean(0).float()  # the last row has no token
         assert torch.equal(before[name][260:], mean.expand(2, -1))
@@ -136,6 +138,18 @@ def test_preferences_go_on_with_the_rows_of_the_conversations(base, tmp_path):
         for more, adds in (([], "none"), (ADD[:2], "<plan>"), ([*ADD[2:4], *ADD[:2], *ADD[4:]], "</plan> <plan>")):
             with pytest.raises(ConfigError, match=rf"has rows of the tokens <\|user\|> <plan> </plan>, .* adds {adds}"):
                 trained(base, "none", 1, *LORA, *more, *dpo, records="pairs")
+        with pytest.raises(ConfigError, match="tokens.add=<plan>: is an added token .* that is not special"):
+            trained(base, "none", 1, *LORA, *ADD, *dpo, "--tokens.special", records="pairs")
+    with pytest.raises(ConfigError, match=r"trainable_token_indices=.* merge .* of with expertmesh convert"):
+        em.Engine(str(base), adapters={"sft": folder})
+
+
+def test_tokens_that_were_special_stay_special(alone):
+    special = [*ADD[:2], "--tokens.special"]
+    goes_on = ["--adapter.init-from", str(trained(alone, "special", 1, *LORA, *special))]
+    with pytest.raises(ConfigError, match=r"tokens.special=False: <plan> is special in .*; give tokens.special"):
+        trained(alone, "none", 1, *LORA, *ADD[:2], *goes_on)
+    trained(alone, "on", 1, *LORA, *special, *goes_on)
 
 
 def turn_round(folder):
@@ -163,7 +177,11 @@ def test_all_weights_learn_with_a_grown_vocabulary(alone, tmp_path):
     assert all(len(one) == 262 for one in tables(load_run(again).open_weights()).values())
     more = trained(run, "more", 1, "--tokens.add", "<note>")  # which convert then writes with its tokenizer
     assert main(["convert", "--from", str(more), "--to", f"{tmp_path}/more"]) == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "more").encode("<note>", add_special_tokens=False) == [262]
+    saved = load_run(more)
+    shutil.copyfile(alone / "tokenizer.json", more / "hub" / "tokenizer.json")  # as runs of old versions keep it
+    save_pretrained(saved.checkpoint, more, saved.config, tmp_path / "old")
+    for folder in (tmp_path / "more", tmp_path / "old"):
+        assert AutoTokenizer.from_pretrained(folder).encode("<note>", add_special_tokens=False) == [262]
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int4"])

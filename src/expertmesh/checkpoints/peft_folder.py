@@ -22,8 +22,8 @@ from expertmesh.checkpoints.hub.layout import pieces, spellings
 from expertmesh.checkpoints.safetensors import READABLE, read_header
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.config.values import REAL, WHOLE, Number
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.config.values import REAL, WHOLE, Number, quoted
+from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.spec.model_spec import Parameter
@@ -215,9 +215,8 @@ def read_factors(files: AdapterFiles, config: ModelConfig, *, multiple: int = 1)
         value = files.values.get(name, allowed[0])
         if value not in allowed:
             raise ConfigError(
-                f"{folder}: {name}={value!r}: is not served, only {allowed[0]!r}; merge the adapter into its model "
-                "with peft, and"
-                " give that"
+                f"{folder}: {name}={quoted(value)}: is not served, only {allowed[0]!r}; merge the adapter into its "
+                f"model with peft, or the run that it is of with {command('convert')}, and give that"
             )
     parts: dict[str, _Parts] = {}
     for module, (a, b) in _pairs(files).items():

@@ -59,8 +59,8 @@ def write_peft_folder(
     layout: ExpertLayout = "fused",  # see `ExpertLayout`. An adapter that all experts share is written once per expert.
     hub_name: Callable[[str], str] = str,
     tokens: TrainedTokens = _NONE,  # rows of tokens that learned beside the adapters
-) -> None:
-    """Write adapters into a folder that exists.
+) -> int:
+    """Write adapters into a folder that exists; returns their number, by peft's modules and parameters.
 
     Args:
         hub_name: returns the name of a tensor in the architecture's files from its name in the spec.
@@ -97,7 +97,7 @@ def write_peft_folder(
             kinds[target] = rank, adapter.scaling * rank
             tensors[f"{PREFIX}{path}.lora_A.weight"] = a
             tensors[f"{PREFIX}{path}.lora_B.weight"] = b
-    indices: dict[str, list[int]] = {}
+    count, indices = len(tensors) // 2, dict[str, list[int]]()
     for name, rows in tokens.rows.items():
         (module,) = _modules(spec.by_name[name], hub_name, is_fused=False)
         indices[module.rpartition(".")[2]] = list(tokens.ids)
@@ -110,6 +110,7 @@ def write_peft_folder(
     values = _values(kinds, base=base, modules=modules, parameters=parameters)
     values |= {INDICES: indices} if indices else {}
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    return count
 
 
 def _alike(adapters: Mapping[str, TrainedAdapter]) -> dict[str, TrainedAdapter]:

@@ -5,6 +5,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
 from expertmesh.cli.config_file import read_config_file
@@ -19,6 +20,7 @@ from expertmesh.cli.parse import (
     values_in_file,
     wants_help,
 )
+from expertmesh.config.base import is_there
 from expertmesh.config.fields import InputFile, Operation, OptionsFile, Spelling, Word
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.config.values import shown, some_of
@@ -168,7 +170,7 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    if "/" in name or name in (".", ".."):
+    if "/" in name or (is_there(name) and Path(name).is_dir()):
         hint = "nor is it a folder with a model's config.json; "
     known = f"known: {some_of(recipes)}{absent_families()}"
     raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}{known}")

@@ -23,12 +23,15 @@ def fitted(text: str, width: int | None = None) -> str:
 
 
 def _broken(line: str, width: int) -> list[str]:
+    indent = len(line) - len(line.lstrip())
+    if width - indent < _ROOM < width:  # words below a long name
+        indent = 4
+        line = " " * indent + line.lstrip()
     if len(line) <= width:
         return [line]
     if line.startswith("usage: "):
         parts = re.findall(r"\[[^]]*\]|--\S+ \S+(?: \.\.\.)?|\S+", line)
         return _joined(parts, width)
-    indent = len(line) - len(line.lstrip())
     if line.lstrip().startswith(("expertmesh ", "torchrun ", "curl ")):
         return _command(line.lstrip(), indent, width)
     columns = _COLUMNS.fullmatch(line)

@@ -88,6 +88,12 @@ def check_mode(model: Any) -> None:
         raise ConfigError("the model is in training mode: dropout and router noise would be active; call model.eval()")
 
 
+def check_dtype_kept(model: Any, dtype: torch.dtype) -> None:
+    """Raise ConfigError if the model's weights are no longer of the dtype for which an engine was made."""
+    if (now := model.embedding.weight.dtype) != dtype:
+        raise ConfigError(f"the model's weights are {now} now, and were {dtype} for this engine; make another engine")
+
+
 def prompts_of(prompts: Any) -> list[Any]:
     """List of prompts from a batch or a single prompt."""
     if isinstance(prompts, str):

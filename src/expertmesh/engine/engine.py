@@ -27,6 +27,7 @@ from expertmesh.engine.captured import fastest_forward
 from expertmesh.engine.chat import conversation_ids, prompts_of_conversations
 from expertmesh.engine.checks import (
     check_asked,
+    check_dtype_kept,
     check_ids,
     check_mode,
     check_model,
@@ -139,7 +140,8 @@ class Engine:
         known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
         self.answer_rules = AnswerRules(tokenizer, vocab_size=model.vocab_size, end_ids=self._end_ids)
-        device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
+        self._dtype: torch.dtype = model.embedding.weight.dtype
+        device, dtype = model.device, autocast_dtype(model.device) or self._dtype
         tp, groups = (1, 1) if ranks is None else (ranks.degrees.tp, ranks.degrees.num_groups)
         num_blocks = num_blocks_of(self.config, model.config, self.max_len, dtype, tp_degree=tp)
         # keys and values of the last token are never needed
@@ -400,6 +402,7 @@ class Engine:
     def _outputs(self) -> list[RequestOutput]:
         """Outputs of one step; after an error in it, running sequences are computed again."""
         check_mode(self.model)
+        check_dtype_kept(self.model, self._dtype)
         try:
             return self._computed()
         except BaseException:

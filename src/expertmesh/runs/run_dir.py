@@ -24,6 +24,7 @@ from expertmesh.checkpoints.grown_rows import GrownRows
 from expertmesh.checkpoints.hub.load_pretrained import HubModel, hub_run_config, is_hub_folder
 from expertmesh.checkpoints.kept_experts import Fp8Experts, format_of_files
 from expertmesh.checkpoints.merged_adapters import AdaptedModel
+from expertmesh.checkpoints.peft_folder import CONFIG as ADAPTERS
 from expertmesh.checkpoints.rounded import ExpertFormat, RoundedExperts, WidenedExperts
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good, read_state
@@ -187,7 +188,11 @@ class RunDir:
             if not isinstance(values.get("family", GPT.name), str):
                 raise ValueError(values)
         except FileNotFoundError:
-            raise ConfigError(f"run {self.path}: has no config.json; give the directory of a training run") from None
+            what, fix = "has no config.json", "give the directory of a training run"
+            if (self.path / ADAPTERS).is_file():
+                what = "holds adapters without their model"
+                fix = "give the model that they are for, and the folder as its adapter"
+            raise ConfigError(f"run {self.path}: {what}; {fix}") from None
         except (ValueError, AttributeError, TypeError, OSError):
             raise ConfigError(f"run {self.path}: config.json is unreadable; restore it from a copy") from None
         if is_quantized:

@@ -168,10 +168,14 @@ def _check_tokens(found: _Known, config: RunConfig, base: Run, *, where: Path) -
     assert isinstance(config, GPTRunConfig)
     own, file = base.path / TOKENIZER, where / TOKENIZER
     texts = token_texts(file if file.is_file() else own, tuple(found.tokens.ids))
-    if dict(zip(texts, found.tokens.ids, strict=True)) != named_tokens(own, config.tokens).ids:
+    added = named_tokens(own, config.tokens)
+    if dict(zip(texts, found.tokens.ids, strict=True)) != added.ids:
         adds = " ".join(config.tokens.add) or "none"
         rule = f"has rows of the tokens {' '.join(texts)}, and this run adds {adds}"
         raise ConfigError(_OPTION, where, rule, "give " + " ".join(named("tokens.add", text) for text in texts))
+    if file.is_file() and (others := named_tokens(file, config.tokens).special - added.special):
+        rule = f"{' '.join(sorted(others))} is special in {where}"
+        raise ConfigError("tokens.special", config.tokens.special, rule, f"give {named('tokens.special', True)}")
 
 
 def _digest(run: Run) -> str:

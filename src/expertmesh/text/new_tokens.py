@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from expertmesh.config.tokens import TokensConfig
-from expertmesh.text.tokenizer import load_tokenizer, tokens_to_add, until_files_change
+from expertmesh.text.tokenizer import load_tokenizer, special_ids, tokens_to_add, until_files_change
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class NamedTokens(NamedTuple):
 
     ids: Mapping[str, int]  # by text
     known: tuple[str, ...]  # those that it had
+    special: frozenset[str]  # those that are special, once added
     num_before: int  # its last id + 1 before they were added
     num_after: int
 
@@ -49,7 +50,8 @@ def named_tokens(path: Path, tokens: TokensConfig) -> NamedTokens:
     after = tokenizer.get_vocab(with_added_tokens=True)
     known = tuple(token for token in tokens.add if token in before)
     ids = {token: after[token] for token in tokens.add}
-    return NamedTokens(ids, known, *(max(vocab.values()) + 1 for vocab in (before, after)))
+    special = frozenset(special_ids(tokenizer)).intersection(tokens.add)
+    return NamedTokens(ids, known, special, *(max(vocab.values()) + 1 for vocab in (before, after)))
 
 
 @until_files_change

@@ -58,14 +58,15 @@ def _base_of(checkpoint: Path) -> tuple[Run, AdapterConfig]:
 
 
 def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout = "fused", check: bool = True) -> int:
-    """Write the adapters of a checkpoint; the folder appears only when its logits were found to equal the run's."""
+    """Write the adapters of a checkpoint, and return their number; the folder appears only when its logits were found
+    to equal the run's."""
     found, tokens = adapters_of(checkpoint), tokens_of(checkpoint)
     base, _ = _base_of(checkpoint)
     model = base.config.model
     assert isinstance(model, ModelConfig)
     origin = origin_of(checkpoint.parent.parent)
     with complete_folder(new_folder("to", target)) as partial:
-        write_peft_folder(
+        count = write_peft_folder(
             partial,
             model,
             found,
@@ -78,7 +79,7 @@ def write_adapter_folder(checkpoint: Path, target: Path, *, layout: ExpertLayout
             _write_tokenizer(checkpoint.parent.parent, partial)
         if check:  # an engine's requests have adapters of their own, and one vocabulary
             check_logits(checkpoint, checkpoint_weights(checkpoint), served=None if tokens.ids else partial)
-    return len(found)
+    return count
 
 
 def _write_tokenizer(run_dir: Path, folder: Path) -> None:

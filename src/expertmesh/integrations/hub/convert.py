@@ -88,7 +88,7 @@ def convert(
         if dtype is not None:
             raise ConfigError("dtype", dtype, "adapters are written as they are", "leave it out")
         count = write_adapter_folder(checkpoint, target, layout=expert_layout, check=check)
-        return Converted(target, f"adapters of {count} parameters of {checkpoint}")
+        return Converted(target, f"{count} adapters of {checkpoint}")
     run_dir = checkpoint.parent.parent
     values = read_run_state(checkpoint, "config")["config"]
     if (name := values.get("family", GPT_FAMILY.name)) != GPT_FAMILY.name:

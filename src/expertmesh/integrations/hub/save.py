@@ -126,6 +126,8 @@ def write_rest(run_dir: Path, config: ModelConfig, family: HubFamily, folder: Pa
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         values |= {name: saved[name] for name in ids if name in saved}
         _add_ends(run_dir, folder, saved)
+        if (run_dir / "tokenizer.json").is_file():  # older runs with added tokens keep the hub's beside it
+            shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
         if config.start_ids is not None and (folder / "tokenizer.json").is_file():
             _write_tokenizer(folder / "tokenizer.json", config.start_ids, folder)
     elif (run_dir / "tokenizer.json").is_file():

@@ -158,8 +158,11 @@ def _tell_known(config: GPTRunConfig) -> None:
     """Say which of the tokens to add the tokenizer has already."""
     if not config.tokens.add:
         return
-    if known := named_tokens(Path(str(config.data.encode_with)), config.tokens).known:
-        note(f"{named('tokens.add', ' '.join(known))}: in the tokenizer already, with rows that begin as they are")
+    found = named_tokens(Path(str(config.data.encode_with)), config.tokens)
+    if found.known:
+        special, name = " ".join(filter(found.special.__contains__, found.known)), " ".join(found.known)
+        said = "in the tokenizer already, with rows that begin as they are"
+        note(f"{named('tokens.add', name)}: {said}; special among them: {special or 'none'}")
 
 
 class Learned(NamedTuple):
