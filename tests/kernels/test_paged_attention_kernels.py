@@ -6,7 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.ops.test_paged_attention import (
+    DEVICE,
     RULES,
     SINKS,
     assert_hidden_keys_are_not_read,
@@ -23,7 +25,8 @@ from expertmesh.kernels import attention_over_pages as kernels
 from expertmesh.kernels.tiles import SHARED_BYTES
 from expertmesh.ops.attention import paged_triton
 from expertmesh.ops.attention.pages import PagedKeys
-from expertmesh.ops.attention.scores import PLAIN
+from expertmesh.ops.attention.scores import PLAIN, as_mask, in_window
+from expertmesh.ops.attention.visible import visible
 
 SEQUENCES = ((1100, 1), (513, 12), (1, 1), (40, 40), (0, 1), (600, 3))
 
@@ -63,10 +66,38 @@ def test_hidden_keys_and_pages_behind_the_last_one_are_not_read():
     assert_hidden_keys_are_not_read(attend)
 
 
+@pytest.mark.parametrize("rule", ["plain", "all"])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_padded_sequences_have_the_bits_of_pages(rule, padding):
+    """As training has them with the engine's: policies are compared to the bit."""
+    rule, (B, S, heads, d, n) = replace(RULES[rule], window=40), (3, 52, 2, 24, 16)
+    lengths = [S, 31, 7] if padding else [S] * B
+    q, k, v = (torch.randn(B, h, S, size).to(DEVICE, torch.bfloat16) for h, size in ((6, d), (heads, d), (heads, n)))
+    if rule.sinks_H is not None:
+        rule = replace(rule, sinks_H=rule.sinks_H.to(DEVICE))
+    firsts = [S - length if padding == "left" else 0 for length in lengths]
+    is_token_BS = torch.tensor([[f <= i < f + m for i in range(S)] for f, m in zip(firsts, lengths, strict=True)])
+    seen = visible(S, S, device=q.device, is_token_BL=is_token_BS.to(DEVICE) if padding else None)
+    mask = None if seen.mask is None else seen.mask[:, 0]
+    if mask is not None:
+        mask = as_mask(in_window(seen, rule, num_keys=S, device=q.device), num_keys=S, device=q.device)[:, 0]
+    own = rule if mask is None else replace(rule, window=None, chunk=None)
+    y = paged_triton.of_sequences(q, k, v, seen.first_B, mask, rule=own)
+    for b, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        part = slice(first, first + length)
+        tail = (0, 0, 0, 0, 0, -length % 16)
+        pages = (F.pad(t[b, :, part].transpose(0, 1), tail).unflatten(0, (-1, 16)) for t in (k, v))
+        table = torch.arange(-(-length // 16), device=DEVICE)[None]
+        keys = PagedKeys(torch.tensor([0, length], device=DEVICE), torch.tensor([length], device=DEVICE), table)
+        alone = paged_triton.attend(q[b, :, part].transpose(0, 1), *pages, keys, rule)
+        assert torch.equal(y[b, :, part].transpose(0, 1), alone)
+
+
 def of_model(name, dtype=torch.bfloat16):
     """Queries, pages and places of 64 or 4 sequences of up to 8,192 keys, without values."""
     T, H, heads, d = {
         "grouped": (64, 32, 4, 128),
+        "masked": (64, 32, 4, 128),
         "wide": (4, 8, 4, 256),
         "latent": (4, 128, 1, 576),
         "odd": (4, 6, 2, 80),
@@ -89,6 +120,7 @@ def test_nothing_waits_for_the_gpu(name):
 
 BUILDS = {
     "grouped": (False, PLAIN, torch.bfloat16),
+    "masked": (False, PLAIN, torch.bfloat16),
     "wide": (True, RULES["window"], torch.bfloat16),
     "latent": (False, PLAIN, torch.bfloat16),
     "odd": (False, replace(RULES["all"], sinks_H=SINKS), torch.float32),
@@ -102,11 +134,12 @@ def test_built(target, name):
     if rule.sinks_H is not None:
         rule = replace(rule, sinks_H=rule.sinks_H.to("meta"))
     with as_on(target), recorded_launches(kernels) as launches:
-        launched(*of_model(name, dtype), rule, side_by_side=side_by_side)
+        mask_TL = torch.empty(64, 8192, dtype=torch.bool, device="meta") if name == "masked" else None
+        launched(*of_model(name, dtype), rule, side_by_side=side_by_side, mask_TL=mask_TL)
     for launch in launches:
         made = launch.build(target)
         assert made.spill_bytes == 0
         assert made.shared_bytes <= SHARED_BYTES[target]
         assert not re.search(GLOBAL_ATOMIC[target[:2]], made.assembly)
-        if launch.name == "attend" and name == "grouped":
+        if launch.name == "attend" and name in ("grouped", "masked"):
             assert MATRIX_INSTRUCTION[target] in made.assembly

@@ -109,7 +109,7 @@ def _products(
     return s
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "table_stride", "mask_stride"])
 def _attend(
     q_ptr,
     k_ptr,
@@ -119,11 +119,13 @@ def _attend(
     starts_ptr,
     num_keys_ptr,
     table_ptr,
+    mask_ptr,
     parts_ptr,
     statistics_ptr,
     num_sequences,
     num_rows,
     table_stride,
+    mask_stride,
     scale,
     q_stride_t,
     q_stride_h,
@@ -216,6 +218,8 @@ def _attend(
                 s = _capped(s, CAP)
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
             is_seen &= key[None, :] >= first[:, None]
+            if mask_ptr is not None:
+                is_seen &= tl.load(mask_ptr + t[:, None] * mask_stride + key[None, :], mask=is_seen, other=0) != 0
             s = tl.where(is_seen, s, float("-inf"))
             new_most = tl.maximum(own_most, tl.max(s, 1))
             finite = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -338,11 +342,13 @@ def attend(
     chunk: int | None,  # positions of a chunk
     softcap: float | None,  # the soft cap
     *,
+    mask_TL: Tensor | None = None,
     side_by_side: bool | None = None,
 ) -> Tensor:
     """Compute the attention, (T, H, n); does not synchronise.
 
     Args:
+        mask_TL: (T, L) bool, contiguous, True for keys of a row's sequence that it may see; None: all of the rule.
         side_by_side: whether programs compute the parts side by side; None: as fills the GPU. Bits are the same.
     """
     (T, H, d), (_, page, heads, n), B = q_THd.shape, v_NShd.shape, len(num_keys_B)
@@ -382,11 +388,13 @@ def attend(
         starts,
         num_keys_B,
         table_BN,
+        None if mask_TL is None else mask_TL.view(torch.uint8),
         parts,
         statistics,
         B,
         T,
         table_BN.stride(0),
+        0 if mask_TL is None else mask_TL.stride(0),
         d**-0.5,
         *q_THd.stride()[:2],
         *k_NShd.stride()[:3],

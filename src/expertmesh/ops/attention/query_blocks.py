@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.short_sequence import HALVED_SEQUENCE, SHORT_SEQUENCE
-from expertmesh.ops.attention import fixed_keys, paged_native
+from expertmesh.ops.attention import fixed_keys, paged_native, paged_triton
 from expertmesh.ops.attention.scores import PLAIN, ScoreRule, as_mask, in_window
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
@@ -277,18 +277,19 @@ def _invariant(
     chunk: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention in one order of sums: by the kernel in C, or by fixed blocks of keys."""
+    """Attention in one order of sums: by the kernel over pages in C or Triton, or by fixed blocks of keys."""
     (B, _, S, _), L, device = q_BHSd.shape, k_BhLd.shape[2], q_BHSd.device
     rule = ScoreRule(window=window, chunk=chunk, softcap=softcap, sinks_H=sinks_H)
-    is_native = paged_native.serves(q_BHSd, k_BhLd, v_BhLd)
-    if is_native and mask is None and is_causal:
-        return paged_native.of_sequences(q_BHSd, k_BhLd, v_BhLd, rule=rule)
+    ways: tuple[Any, ...] = (paged_native, paged_triton) if is_causal else (paged_native,)
+    over_pages = next((one for one in ways if one.serves(q_BHSd, k_BhLd, v_BhLd)), None)
+    if over_pages is not None and mask is None and is_causal:
+        return over_pages.of_sequences(q_BHSd, k_BhLd, v_BhLd, rule=rule)
     seen = in_window(Visible(S, is_causal, mask), rule, num_keys=L, device=device)
     mask_BSL = as_mask(seen, num_keys=L, device=device)[:, 0].expand(B, S, L)
     first_B = None if first_B is None else first_B.expand(B)
     rule = ScoreRule(softcap=softcap, sinks_H=sinks_H)
-    if is_native:
-        return paged_native.of_sequences(q_BHSd, k_BhLd, v_BhLd, first_B, mask_BSL, rule=rule)
+    if over_pages is not None:
+        return over_pages.of_sequences(q_BHSd, k_BhLd, v_BhLd, first_B, mask_BSL, rule=rule)
     return fixed_keys.attention(q_BHSd, k_BhLd, v_BhLd, mask_BSL, first_B, rule)
 
 
