@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -219,7 +220,8 @@ def _attend(
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
             is_seen &= key[None, :] >= first[:, None]
             if mask_ptr is not None:
-                is_seen &= tl.load(mask_ptr + t[:, None] * mask_stride + key[None, :], mask=is_seen, other=0) != 0
+                word = tl.load(mask_ptr + t * mask_stride + at // BLOCK_K, mask=is_row, other=0)
+                is_seen &= ((word[:, None] >> tl.arange(0, BLOCK_K)[None, :]) & 1) != 0
             s = tl.where(is_seen, s, float("-inf"))
             new_most = tl.maximum(own_most, tl.max(s, 1))
             finite = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -330,6 +332,12 @@ def in_two(size: int) -> tuple[int, int]:
     return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
+def _words(mask_TL: Tensor) -> Tensor:
+    """Bits of a mask, (T, L / 32) int32, a word for the keys of a product; the first key is the lowest bit."""
+    bits = F.pad(mask_TL, (0, -mask_TL.shape[1] % _KEYS)).unflatten(1, (-1, _KEYS)).to(torch.int32)
+    return (bits << torch.arange(_KEYS, dtype=torch.int32, device=bits.device)).sum(-1, dtype=torch.int32)
+
+
 def attend(
     q_THd: Tensor,  # (T, H, d) queries, BF16, FP16 or FP32; the last axis of all three is contiguous
     k_NShd: Tensor,  # (pages, page size, heads, d) keys
@@ -348,7 +356,7 @@ def attend(
     """Compute the attention, (T, H, n); does not synchronise.
 
     Args:
-        mask_TL: (T, L) bool, contiguous, True for keys of a row's sequence that it may see; None: all of the rule.
+        mask_TL: (T, L) bool, True for keys of a row's sequence that it may see; None: all of the rule.
         side_by_side: whether programs compute the parts side by side; None: as fills the GPU. Bits are the same.
     """
     (T, H, d), (_, page, heads, n), B = q_THd.shape, v_NShd.shape, len(num_keys_B)
@@ -365,6 +373,7 @@ def attend(
         parts = q_THd.new_empty(num_parts, T, H, n, dtype=torch.float32)
         statistics = q_THd.new_empty(num_parts, T, H, 2, dtype=torch.float32)
     sinks = None if sinks_H is None else sinks_H.to(torch.float32).contiguous()
+    words = None if mask_TL is None else _words(mask_TL)
     constants: dict[str, Any] = {
         "GROUP": H // heads,
         "PAGE": page,
@@ -388,13 +397,13 @@ def attend(
         starts,
         num_keys_B,
         table_BN,
-        None if mask_TL is None else mask_TL.view(torch.uint8),
+        words,
         parts,
         statistics,
         B,
         T,
         table_BN.stride(0),
-        0 if mask_TL is None else mask_TL.stride(0),
+        0 if words is None else words.stride(0),
         d**-0.5,
         *q_THd.stride()[:2],
         *k_NShd.stride()[:3],

@@ -68,7 +68,7 @@ def of_sequences(
     sequences_B = torch.arange(B + 1, device=device)
     keys = PagedKeys(sequences_B * S, lengths_B, columns_BL + sequences_B[:B, None] * L)
     if mask_BSL is not None:
-        mask_BSL = mask_BSL.gather(2, columns_BL[:, None].expand(B, S, L)).flatten(0, 1).contiguous()
+        mask_BSL = mask_BSL.gather(2, columns_BL[:, None].expand(B, S, L)).flatten(0, 1)
     k_NShd, v_NShd = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (k_BHLd, v_BHLd))
     y_THd = attend(q_BHSd.transpose(1, 2).flatten(0, 1), k_NShd, v_NShd, keys, rule, mask_TL=mask_BSL)
     return y_THd.view(B, S, H, -1).transpose(1, 2)
