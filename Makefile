@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-versions test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-workloads gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
+.PHONY: help install demo chat chat-serve serve soak soak-hostile test-clients translate classify test test-fast test-all test-machines test-as-gpu test-versions test-parents test-trl finetune-peers kernels-all kernels-sanitized release gpu gpu-kernels gpu-engine gpu-sweep gpu-peers gpu-workloads gpu-report gpu-site gpu-wheels check docs format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
@@ -23,6 +23,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
+	@echo "make test-as-gpu  run tests of rollouts, training and adapters by the GPU's kernels, in Triton's interpreter (an hour)"
 	@echo "make test-versions  run the tests that concern them beside the oldest and the newest of what the package needs"
 	@echo "make test-parents  run Tutel's and DeepSpeed's own examples, and DeepSpeed's tests, through our doors (PARENTS=folder with their checkouts)"
 	@echo "make test-trl  run the tests of fine-tuning beside TRL and peft, installed into .venv-trl"
@@ -120,6 +121,11 @@ test-all: $(STAMP)
 # AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
 test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
+
+# What a GPU would compute, in Triton's interpreter: slow; tests of rollouts against training, and of adapters, by default.
+AS_GPU := tests/engine/test_on_policy.py tests/engine/test_request_adapters.py tests/rl tests/moe/test_lora.py
+test-as-gpu: $(STAMP)
+	@$(PYTEST) -p tests.support.as_gpu -m "not exhaustive" $(or $(PYTEST_ARGS),$(AS_GPU))
 
 # VERSIONS="transformers==5.0.0": that row alone; needs the network of PyPI.
 VERSIONS ?=
