@@ -38,6 +38,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("chat", "error: unknown verb 'chat'; did you mean generate MODEL --chat --interactive?\n"),
         ("trian", "error: unknown verb 'trian'; did you mean train?\n"),
         (
             "x",

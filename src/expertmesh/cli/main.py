@@ -229,6 +229,16 @@ def _name_failures(stream: Any) -> None:
         stream.write, stream.flush = naming_it(stream.write), naming_it(stream.flush)
 
 
+_ELSEWHERE = {
+    "chat": "generate MODEL --chat --interactive",
+    "complete": "generate",
+    "sft": "train",
+    "dpo": "train MODEL --objective.name dpo",
+    "grpo": "train MODEL --objective.name grpo",
+}
+"""What vLLM's and TRL's verbs are here."""
+
+
 def _verb(name: str) -> Callable[[list[str]], int]:
     if name in VERBS:
         return VERBS[name][0]
@@ -239,7 +249,7 @@ def _verb(name: str) -> Callable[[list[str]], int]:
         if near := difflib.get_close_matches(name, ("--help", "--version", "--debug"), n=1):
             raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
         raise ConfigError(f"{name}: the first word must be a verb; write it before the options: {', '.join(known)}")
-    near = difflib.get_close_matches(name, known, n=1)
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     raise ConfigError(f"unknown verb {name!r}; {hint}")
 
