@@ -280,8 +280,8 @@ def add_of_tokens(y_TN: Tensor, x_TK: Tensor, own: TokenAdapters, *, batch_invar
     """Add the adapters of tokens to their products with one matrix, in place; not differentiable."""
     assert own.on_in is not None
     x_nK, slot_n = x_TK[own.tokens_n], own.slot_T[own.tokens_n]
-    backend = resolve_backend(backend, x_TK.device, x_TK.dtype)
-    if batch_invariant and backend != "triton":
+    by_triton = x_TK.dtype != torch.float64 and resolve_backend(backend, x_TK.device, x_TK.dtype) == "triton"
+    if batch_invariant and not by_triton:
         z_nN = invariant_low_rank(x_nK, own.on_in, slot_n, y_TN.dtype)
     else:
         bounds_A = torch.arange(len(own.on_in.a_ErK) + 1, device=slot_n.device)
