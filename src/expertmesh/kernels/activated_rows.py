@@ -25,7 +25,7 @@ def _load(h_ptr, row, live, n, F, G: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _forward(
+def _activated(
     h_ptr,
     s_ptr,
     a_ptr,
@@ -50,7 +50,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _backward(
+def _activated_backward(
     grad_ptr,
     h_ptr,
     s_ptr,
@@ -98,7 +98,7 @@ def forward(h_RH: Tensor, s_R: Tensor, *, num_branches: int, inner: str) -> Tens
     num_rows, F = h_RH.shape[0], h_RH.shape[1] // num_branches
     a_RF, how = h_RH.new_empty(num_rows, F), _blocks(F)
     grid = triton.cdiv(num_rows, how["BLOCK_M"]), triton.cdiv(F, how["BLOCK_N"])
-    launch(_forward, grid, h_RH, s_R, a_RF, num_rows, F, G=num_branches, INNER=inner, **how)
+    launch(_activated, grid, h_RH, s_R, a_RF, num_rows, F, G=num_branches, INNER=inner, **how)
     return a_RF
 
 
@@ -107,5 +107,5 @@ def backward(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, *, num_branches: int, i
     num_rows, F = grad_RF.shape
     d_h, d_s, how = torch.empty_like(h_RH), torch.empty_like(s_R), _blocks(F)
     grid = (triton.cdiv(num_rows, how["BLOCK_M"]),)
-    launch(_backward, grid, grad_RF, h_RH, s_R, d_h, d_s, num_rows, F, G=num_branches, INNER=inner, **how)
+    launch(_activated_backward, grid, grad_RF, h_RH, s_R, d_h, d_s, num_rows, F, G=num_branches, INNER=inner, **how)
     return d_h, d_s
