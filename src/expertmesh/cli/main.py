@@ -236,7 +236,7 @@ _ELSEWHERE = {
     "dpo": "train MODEL --objective.name dpo",
     "grpo": "train MODEL --objective.name grpo",
 }
-"""What vLLM's and TRL's verbs are here."""
+"""Verbs of vLLM and TRL, and ours for them."""
 
 
 def _verb(name: str) -> Callable[[list[str]], int]:
