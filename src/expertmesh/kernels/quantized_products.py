@@ -155,9 +155,14 @@ def _quantized_product(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+def rows_of_block(rows_per_expert: int) -> int:
+    """Rows of a tile, for any format."""
+    return 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
+
+
 def block_of(format: str, K: int, num_groups: int, rows_per_expert: int) -> dict[str, Any]:
     """Tile sizes of a launch, from shapes only."""
-    rows = 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 32 else 64
+    rows = rows_of_block(rows_per_expert)
     columns = min(64, K // num_groups) if format in FOUR_BITS else 64
     warps = 8 if rows == 64 else 4
     return {"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": columns, "num_warps": warps}

@@ -88,6 +88,11 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     return backend
 
 
+def uses_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are Triton's; FP64 has PyTorch's, whatever the backend."""
+    return resolve_backend(backend, device, dtype) == "triton" and dtype != torch.float64
+
+
 CPU_KERNELS = NAMES
 """Names of ways to compute experts and exact products on a CPU, the best first: instruction sets, and "torch"."""
 lower_cpu_kernels = lower

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from expertmesh.errors import ConfigError
 from expertmesh.ops import triton_linear
 from expertmesh.ops.activation import activate
-from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.backend import uses_triton
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts import native, quantized_triton
 from expertmesh.ops.experts.adapted_linear import adapted_linear
@@ -280,8 +280,7 @@ def add_of_tokens(y_TN: Tensor, x_TK: Tensor, own: TokenAdapters, *, batch_invar
     """Add the adapters of tokens to their products with one matrix, in place; not differentiable."""
     assert own.on_in is not None
     x_nK, slot_n = x_TK[own.tokens_n], own.slot_T[own.tokens_n]
-    by_triton = x_TK.dtype != torch.float64 and resolve_backend(backend, x_TK.device, x_TK.dtype) == "triton"
-    if batch_invariant and not by_triton:
+    if batch_invariant and not uses_triton(backend, x_TK.device, x_TK.dtype):
         z_nN = invariant_low_rank(x_nK, own.on_in, slot_n, y_TN.dtype)
     else:
         bounds_A = torch.arange(len(own.on_in.a_ErK) + 1, device=slot_n.device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.backend import uses_triton
 from expertmesh.ops.cpu.expert_rows import rows_by_expert
 from expertmesh.ops.cpu.products import linear_into, product_into
 from expertmesh.ops.dtypes import gemm_dtype, without_autocast
@@ -29,8 +29,7 @@ def frozen_linear(
     refuse_transforms("frozen_linear", lambda: [x_RK])
     given = (experts.w_in_EGFD, experts.w_out_EDF, experts.scales_in, experts.scales_out)
     stored = [tensor for tensor in given if tensor is not None]
-    name = resolve_backend(backend, x_RK.device, x_RK.dtype)
-    name = "triton" if name == "triton" and x_RK.dtype != torch.float64 else "torch"
+    name = "triton" if uses_triton(backend, x_RK.device, x_RK.dtype) else "torch"
     call = (x_RK, stored, offsets_E, b_EN, experts.format, name, is_in, False)
     y: Tensor = _product(*call) if runs_plainly(x_RK) else _frozen_linear(*call)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops import triton_linear
-from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.backend import uses_triton
 from expertmesh.ops.check import check_like
 from expertmesh.ops.cpu import grouped_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, without_autocast
@@ -54,8 +54,7 @@ def grouped_linear(
         b_EN = None if b_EN is None else b_EN.to(dtype)
     check_rows_and_matrices(x_RK, w, offsets_E, b_EN, transposed=transposed)
     refuse_transforms("grouped_linear", lambda: [x_RK, w, b_EN])
-    name = resolve_backend(backend, x_RK.device, x_RK.dtype)
-    name = "triton" if name == "triton" and x_RK.dtype != torch.float64 else "torch"
+    name = "triton" if uses_triton(backend, x_RK.device, x_RK.dtype) else "torch"
     if name == "torch" and runs_plainly(x_RK, w, b_EN):
         return loop.forward(x_RK, w, offsets_E, b_EN, transposed=transposed)
     y: Tensor = _grouped_linear(x_RK, w, offsets_E, b_EN, transposed, name)

@@ -1,5 +1,7 @@
 """Quantised experts on a GPU: grouped products with their stored matrices for few rows, else with widened ones."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
     maps, experts = c.maps, c.experts.slices()[0]
     assert maps is not None
     b_EH = None if experts.b_in_EGF is None else experts.b_in_EGF.flatten(1)
-    h_RH = _product(c.x_TD, experts, maps, is_in=True, gather=True, bias_EN=b_EH)
+    rows = _cut(maps)
+    h_RH = _product(c.x_TD, experts, rows, is_in=True, gather=True, bias_EN=b_EH)
     gate, *up = h_RH.chunk(num_branches(experts.activation), 1)
     inner = inner_name(experts.activation)
     a_RF = pointwise_(gate.contiguous(), inner)
@@ -46,15 +49,24 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor:
         a_RF.mul_(second_branch(branch, inner))
     s_R = row_weights(c.weights_TK, maps, len(a_RF), c.x_TD.dtype)
     a_RF = a_RF.mul_(s_R[:, None]).to(c.x_TD.dtype)
-    y_RD = _product(a_RF, experts, maps, is_in=False, gather=False, bias_EN=experts.b_out_ED, weights_R=s_R)
+    y_RD = _product(a_RF, experts, rows, is_in=False, gather=False, bias_EN=experts.b_out_ED, weights_R=s_R)
     y_TD = sum_rows(y_RD, maps.offsets_E[-1:], maps.row_of_slot_N, c.weights_TK.shape[1])
     return y_TD.to(c.x_TD.dtype)
+
+
+def _cut(maps: RouteMetadata) -> Any:
+    """Rows in tiles of `quantized_products.block_of`, for the products of both matrices."""
+    from expertmesh.kernels import quantized_products
+    from expertmesh.kernels.grouped import Rows
+
+    each = -(-maps.token_of_row_N.shape[0] // (len(maps.offsets_E) - 1))
+    return Rows.cut(maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N, quantized_products.rows_of_block(each))
 
 
 def _product(
     x: Tensor,
     experts: ExpertSlice,
-    maps: RouteMetadata,
+    rows: Any,
     *,
     is_in: bool,
     gather: bool,
@@ -63,16 +75,15 @@ def _product(
 ) -> Tensor:
     """Multiply sorted rows, or tokens if `gather`, by stored matrices: (R, N) in FP32."""
     from expertmesh.kernels import quantized_products
-    from expertmesh.kernels.grouped import Rows
 
     w_ENK, scales, rows_per_branch = _stored(experts, is_in)
-    num_rows = maps.token_of_row_N.shape[0]
-    block = quantized_products.block_of(experts.format, x.shape[1], scales.shape[-1], -(-num_rows // len(w_ENK)))
+    each = -(-rows.num_rows // len(w_ENK))
+    block = quantized_products.block_of(experts.format, x.shape[1], scales.shape[-1], each)
     return quantized_products.grouped_product(
         x.contiguous(),
         w_ENK,
         scales,
-        Rows.cut(maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N, block["BLOCK_M"]),
+        rows,
         format=experts.format,
         gather=gather,
         rows_per_branch=rows_per_branch,
@@ -115,8 +126,8 @@ def linear(
     E, G, F, D = experts.shape
     if not (transposed or batch_invariant or len(x_RK) > _MOST_ROWS * E):
         own_R = torch.arange(len(x_RK), dtype=torch.int32, device=x_RK.device)
-        own = RouteMetadata(offsets_E, own_R, own_R, own_R)
-        y_RN = _product(x_RK, experts, own, is_in=is_in, gather=False, bias_EN=b_EN)
+        rows = _cut(RouteMetadata(offsets_E, own_R, own_R, own_R))
+        y_RN = _product(x_RK, experts, rows, is_in=is_in, gather=False, bias_EN=b_EN)
         return y_RN.masked_fill_((own_R >= offsets_E[-1])[:, None], 0).to(x_RK.dtype)
     N, K = (G * F, D) if is_in else (D, F)
     y_RN = x_RK.new_empty(len(x_RK), K if transposed else N)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import activate, inner_name, num_branches
-from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.backend import uses_triton
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS, passes_for
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
@@ -31,7 +31,7 @@ def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str, backend: 
     """
     refuse_transforms("weighted_activation", lambda: [h_RH, s_R])
     G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)
-    by_triton = wide == torch.float32 and resolve_backend(backend, h_RH.device, h_RH.dtype) == "triton"
+    by_triton = uses_triton(backend, h_RH.device, h_RH.dtype)
     if by_triton or h_RH.device.type == "cpu":
         a_RF: Tensor = _weighted_activation(h_RH, s_R.to(wide), activation, by_triton)
         return a_RF

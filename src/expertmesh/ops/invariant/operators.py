@@ -27,7 +27,7 @@ from torch import Tensor
 from expertmesh.config.moe_rules import CLAMP_LIMIT, CLAMP_SLOPE
 from expertmesh.ops import native_linear, native_rows, triton_linear
 from expertmesh.ops.activation import second_branch
-from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.backend import uses_triton
 from expertmesh.ops.check import wrong_shape
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
@@ -276,7 +276,7 @@ def _in_batches(x_BRK: Tensor, w_BKN: Tensor) -> Tensor:
 def plain_linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
     """Compute `linear` of rows (R, K), not seen by autograd or autocast."""
     with without_autocast(x_RK.device):
-        if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (x_RK.dtype != torch.float64):
+        if uses_triton(backend, x_RK.device, x_RK.dtype):
             # all rows belong to one expert
             offsets_E = torch.arange(2, dtype=torch.int32, device=x_RK.device) * x_RK.shape[0]
             b_EN = None if b_N is None else b_N[None]
