@@ -187,7 +187,7 @@ def _states(spec: ModelSpec, layout: RankLayout, work: Workload) -> _States:
 
 def _widened_bytes(one: Parameter, work: Workload) -> int:
     """Bytes of a resting matrix that is widened for a product, of routed experts one or some at a time."""
-    if one.rests is None or one.rests.format in ("products", "float32"):
+    if one.rests is None or not one.rests.is_packed:
         return 0
     experts, whole = 1 if one.expert_axis is None else one.shape[one.expert_axis], one.num_elements * work.element_bytes
     return min(whole, max(4 * whole // experts, WIDENED_BYTES)) if work.on_gpu else whole // experts
@@ -258,7 +258,7 @@ def _gathered_bytes(one: Parameter, element_bytes: int, master_bytes: int) -> fl
     others."""
     if not one.is_expert:
         return 0.0
-    if one.rests is None or one.rests.format in ("products", "float32"):
+    if one.rests is None or not one.rests.is_packed:
         return float(one.num_elements * element_bytes)
     return one.rests.num_bytes(one.shape, element_bytes=master_bytes)
 

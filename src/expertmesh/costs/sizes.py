@@ -184,7 +184,7 @@ class ModelSizes:
     @cached_property
     def widened_bytes(self) -> float:
         """Bytes that a pass moves to widen all packed experts once: their numbers, and twice the wide ones."""
-        packed = [one for one in self.spec if one.rests is not None and one.rests.format not in ("products", "float32")]
+        packed = [one for one in self.spec if one.rests is not None and one.rests.is_packed]
         read = sum(one.rests.num_bytes(one.shape, element_bytes=2) for one in packed if one.rests)
         return read + 4 * num_elements(packed)
 

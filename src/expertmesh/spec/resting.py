@@ -49,6 +49,11 @@ class Resting(NamedTuple):
     format: str  # name in `LAYOUTS`
     group_size: int = 64  # input columns per scale, where the format leaves it open
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is kept as codes with scales, which products widen."""
+        return self.format not in ("products", "float32")
+
     def num_bytes(self, shape: Sequence[int], *, element_bytes: int) -> float:
         """Bytes of a tensor, scales included.
 
